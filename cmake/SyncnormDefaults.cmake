@@ -23,15 +23,20 @@ if(CCACHE_PROGRAM AND NOT DEFINED CMAKE_CXX_COMPILER_LAUNCHER)
       "CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${CCACHE_PROGRAM}")
 endif()
 
-# Warnings and precompiled torch headers for a target of this project.
+# Compile options of every target of this project. PRECOMPILED reuses the library's precompiled torch headers.
 function(syncnorm_target_defaults target)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "PRECOMPILE")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "PRECOMPILED" "" "")
   target_compile_options(${target} PRIVATE -Wall -Wextra)
+  # One precompiled header serves the library and all programs, so both are compiled alike: position independent, and
+  # with OpenMP, without which at::parallel_for silently runs on one thread.
+  # OpenMP comes as a flag: its library by path would be a second libgomp beside the one in LibTorch's folder.
+  target_compile_options(${target} PRIVATE -fPIC ${OpenMP_CXX_FLAGS})
+  target_link_options(${target} PRIVATE ${OpenMP_CXX_FLAGS})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # ccache needs the preprocessed text to name the precompiled header it came from.
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
   endif()
-  if(arg_PRECOMPILE)
-    target_precompile_headers(${target} PRIVATE ${arg_PRECOMPILE})
+  if(arg_PRECOMPILED)
+    target_precompile_headers(${target} REUSE_FROM syncnorm)
   endif()
 endfunction()

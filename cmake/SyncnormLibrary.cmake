@@ -20,7 +20,9 @@ target_include_directories(syncnorm
 target_link_libraries(syncnorm PUBLIC syncnorm::torch MPI::MPI_C Threads::Threads)
 target_compile_features(syncnorm PUBLIC cxx_std_17)
 target_compile_definitions(syncnorm PUBLIC OMPI_SKIP_MPICXX=1 MPICH_SKIP_MPICXX=1)
-syncnorm_target_defaults(syncnorm PRECOMPILE <torch/torch.h>)
+set_target_properties(syncnorm PROPERTIES DEFINE_SYMBOL "")
+syncnorm_target_defaults(syncnorm)
+target_precompile_headers(syncnorm PRIVATE <torch/torch.h>)
 
 # Vectorised loops: no errno and no trap keeps the compiler from turning sqrt into branches.
 file(GLOB syncnorm_cpu_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/kernels/cpu/*.cpp")
