@@ -1,6 +1,6 @@
 # The target syncnorm: every source below src/, public headers in include/.
 set(syncnorm_folders
-  comm kernels/reference kernels/cpu kernels/cuda autograd nn parallel)
+  comm kernels autograd nn parallel)
 set(syncnorm_sources)
 foreach(folder IN LISTS syncnorm_folders)
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/${folder}/*.cpp")

@@ -108,6 +108,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   uint64_t sequence_ = 0;
   Counters counters_;
   Operation operation_;
+  std::string details_;  // what StatisticsBuffer adds to the next fingerprint
   std::string failure_;
 };
 

@@ -36,6 +36,8 @@ class Environment {
   static Environment* current();
 
  private:
+  void start(int& argc, char**& argv);
+
   std::shared_ptr<Communicator> world_;
   int local_rank_ = 0;
   int local_size_ = 1;

@@ -63,8 +63,14 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
   torch::Tensor running_var;
   torch::Tensor num_batches_tracked;
 
+  /// options.name(), or the default name where that is empty.
+  const std::string& display_name() const;
+
   /// Spatial kind to revert to: 1, 2 or 3 as BatchNorm{1,2,3}d, 0 where not converted and no input was seen.
   int batch_norm_dims = 0;
+
+ private:
+  std::string default_name_;
 };
 TORCH_MODULE(SyncBatchNorm);
 

@@ -1,0 +1,191 @@
+#include "syncnorm/communicator.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <sstream>
+
+#include "comm/signature.h"
+#include "comm/timeout.h"
+
+namespace syncnorm {
+namespace {
+
+// Room for one signature in a diagnostic gather; longer ones are cut.
+constexpr int64_t kFingerprintBytes = 512;
+
+thread_local std::string current_module;
+
+bool full_checks() {
+  static const bool full = [] {
+    const char* value = std::getenv("SYNCNORM_CHECK");
+    return value != nullptr && std::string(value) == "full";
+  }();
+  return full;
+}
+
+at::Tensor to_bytes(const std::string& text) {
+  auto bytes = at::zeros({1, kFingerprintBytes}, at::kByte);
+  std::memcpy(bytes.data_ptr(), text.data(), std::min<size_t>(text.size(), kFingerprintBytes - 1));
+  return bytes;
+}
+
+std::vector<std::string> to_texts(const at::Tensor& bytes) {
+  std::vector<std::string> texts;
+  const auto* data = reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>());
+  for (int64_t r = 0; r < bytes.size(0); ++r) texts.emplace_back(data + r * kFingerprintBytes);
+  return texts;
+}
+
+int64_t sum(at::IntArrayRef sizes) { return std::accumulate(sizes.begin(), sizes.end(), int64_t{0}); }
+
+void check_tensor(const at::Tensor& tensor, const char* what) {
+  TORCH_CHECK(tensor.defined(), what, ": the tensor is undefined");
+  TORCH_CHECK(tensor.layout() == at::kStrided, what, ": needs a dense tensor, got layout ", tensor.layout());
+}
+
+void check_sizes(at::IntArrayRef sizes, int ranks, const char* what) {
+  TORCH_CHECK(static_cast<int>(sizes.size()) == ranks, what, ": needs one size for each of ", ranks, " ranks, got ",
+              sizes.size());
+  for (const int64_t size : sizes) TORCH_CHECK(size >= 0, what, ": negative size in ", sizes);
+}
+
+}  // namespace
+
+ModuleScope::ModuleScope(std::string name) : previous_(std::exchange(current_module, std::move(name))) {}
+ModuleScope::~ModuleScope() { current_module = std::move(previous_); }
+const std::string& ModuleScope::current() { return current_module; }
+
+Communicator::Communicator(int rank, int size, std::string name) : rank_(rank), size_(size), name_(std::move(name)) {}
+
+std::string Communicator::describe_operation() const {
+  std::ostringstream out;
+  out << operation_.kind << " #" << operation_.sequence;
+  if (!operation_.module.empty()) out << " of " << operation_.module;
+  out << " on " << name_ << ", rank " << rank_ << " of " << size_;
+  return out.str();
+}
+
+template <typename F>
+auto Communicator::run(const char* kind, const at::Tensor& payload, int64_t detail, F&& body) {
+  const at::NoGradGuard no_grad;
+  if (!failure_.empty())
+    throw CommunicationError(std::string(kind) + " on " + name_ + ", rank " + std::to_string(rank_) +
+                             ": this communicator failed before: " + failure_);
+  operation_ = {kind, current_module, sequence_++};
+  try {
+    if (full_checks() && size_ > 1) check_fingerprints(kind, payload, detail);
+    details_.clear();
+    counters_.bytes += payload.defined() ? static_cast<int64_t>(payload.nbytes()) : 0;
+    return body();
+  } catch (const CommunicationError& error) {
+    failure_ = error.what();
+    throw;
+  }
+}
+
+void Communicator::check_fingerprints(const char* kind, const at::Tensor& payload, int64_t detail) {
+  Signature mine;
+  mine.add("operation", kind).add("module", operation_.module).add("sequence", operation_.sequence);
+  mine.append(details_).add(std::strcmp(kind, "broadcast") == 0 ? "root" : "reduction", detail);
+  // all_gather may differ in the rows each rank brings, never in the rest of the shape.
+  const bool by_row = std::strcmp(kind, "all_gather") == 0;
+  if (payload.defined()) {
+    mine.add("wire dtype", c10::toString(payload.scalar_type()));
+    mine.add("elements", by_row ? payload.numel() / std::max<int64_t>(payload.size(0), 1) * (payload.size(0) > 0)
+                                : payload.numel());
+  }
+  at::Tensor all;
+  if (!gather_diagnostics(to_bytes(mine.text()), all, timeout_seconds()))
+    throw CommunicationError(describe_operation() + ": timed out waiting for the other ranks' fingerprints");
+  auto texts = to_texts(all);
+  const auto differences = describe_differences(texts);
+  if (!differences.empty()) throw CommunicationError(describe_operation() + ": the ranks disagree: " + differences);
+}
+
+void Communicator::raise_disagreement(const std::string& mine) {
+  constexpr double kSeconds = 5;  // the others raise too and join at once, unless their transport failed
+  std::string differences;
+  at::Tensor all;
+  try {
+    if (gather_diagnostics(to_bytes(mine), all, kSeconds)) differences = describe_differences(to_texts(all));
+  } catch (const std::exception&) {
+    differences.clear();  // the transport is gone as well: the general message has to do
+  }
+  if (differences.empty()) differences = "which ranks and what is not known; SYNCNORM_CHECK=full names them";
+  failure_ = describe_operation() + ": the ranks disagree: " + differences + ". This rank has " + mine;
+  throw CommunicationError(failure_);
+}
+
+bool Communicator::gather_diagnostics(const at::Tensor& mine, at::Tensor& all, double /*seconds*/) {
+  const std::vector<int64_t> ones(size_, 1);
+  all = do_all_gather(mine, ones);
+  return true;
+}
+
+void Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op) {
+  check_tensor(tensor, "all_reduce");
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK(at::isFloatingType(dtype) || at::isIntegralType(dtype, /*includeBool=*/false),
+              "all_reduce: cannot reduce dtype ", dtype, "; use a floating or integer type");
+  run("all_reduce", tensor, static_cast<int64_t>(op), [&] {
+    ++counters_.all_reduce;
+    const auto target = tensor.detach();
+    const auto dense = target.contiguous();
+    do_all_reduce(dense, op);
+    if (!dense.is_alias_of(target)) target.copy_(dense);
+    return 0;
+  });
+}
+
+at::Tensor Communicator::all_gather(const at::Tensor& shard, at::IntArrayRef sizes) {
+  check_tensor(shard, "all_gather");
+  check_sizes(sizes, size_, "all_gather");
+  TORCH_CHECK(shard.dim() > 0 && shard.size(0) == sizes[rank_], "all_gather: rank ", rank_, " was announced ",
+              sizes[rank_], " rows and brings shape ", shard.sizes());
+  return run("all_gather", shard, 0, [&] {
+    ++counters_.all_gather;
+    return do_all_gather(shard.detach().contiguous(), sizes);
+  });
+}
+
+at::Tensor Communicator::reduce_scatter(const at::Tensor& tensor, at::IntArrayRef sizes) {
+  check_tensor(tensor, "reduce_scatter");
+  check_sizes(sizes, size_, "reduce_scatter");
+  TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == sum(sizes), "reduce_scatter: sizes ", sizes, " add up to ",
+              sum(sizes), " rows, the tensor has shape ", tensor.sizes());
+  return run("reduce_scatter", tensor, 0, [&] {
+    ++counters_.reduce_scatter;
+    return do_reduce_scatter(tensor.detach().contiguous(), sizes);
+  });
+}
+
+void Communicator::broadcast(const at::Tensor& tensor, int root) {
+  check_tensor(tensor, "broadcast");
+  TORCH_CHECK(root >= 0 && root < size_, "broadcast: root ", root, " is not a rank of ", name_, " (", size_, " ranks)");
+  run("broadcast", tensor, root, [&] {
+    ++counters_.broadcast;
+    const auto target = tensor.detach();
+    const auto dense = target.contiguous();
+    do_broadcast(dense, root);
+    if (!dense.is_alias_of(target)) target.copy_(dense);
+    return 0;
+  });
+}
+
+void Communicator::barrier() {
+  run("barrier", {}, 0, [&] {
+    ++counters_.barrier;
+    do_barrier();
+    return 0;
+  });
+}
+
+std::shared_ptr<Communicator> Communicator::split(int color, int key) {
+  return run("split", {}, 0, [&] { return do_split(color, key); });
+}
+
+}  // namespace syncnorm

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <ATen/ATen.h>
+#include <mpi.h>
+
+#include "syncnorm/communicator.h"
+
+namespace syncnorm {
+
+/// Dtype in which a reduction of `dtype` is computed: float for half and bfloat16, otherwise `dtype`.
+at::ScalarType reduction_dtype(at::ScalarType dtype);
+
+/// MPI's name for a dtype it can add; raises c10::Error for others.
+MPI_Datatype mpi_datatype(at::ScalarType dtype);
+
+MPI_Op mpi_op(ReduceOp op);
+
+}  // namespace syncnorm

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <charconv>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace syncnorm {
+
+/// What a rank believes about a collective, as text "field=value;field=value;": hashed into the tag that travels with
+/// statistics, and gathered whole to say which field differs.
+class Signature {
+ public:
+  template <typename T>
+  Signature& add(std::string_view field, T value) {
+    text_.append(field).push_back('=');
+    if constexpr (std::is_arithmetic_v<T>) {
+      char digits[32];
+      const auto end = std::to_chars(digits, digits + sizeof digits, value).ptr;
+      text_.append(digits, end);
+    } else {
+      text_.append(std::string_view(value));
+    }
+    text_.push_back(';');
+    return *this;
+  }
+
+  Signature& append(const std::string& fields) {
+    text_ += fields;
+    return *this;
+  }
+
+  const std::string& text() const { return text_; }
+
+  /// 16-bit hash: its square summed over 2^20 ranks is still exact in double.
+  uint16_t tag() const {
+    uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
+    for (const unsigned char c : text_) hash = (hash ^ c) * 0x100000001b3u;
+    return static_cast<uint16_t>(hash ^ (hash >> 16) ^ (hash >> 32) ^ (hash >> 48));
+  }
+
+ private:
+  std::string text_;
+};
+
+/// "module: ranks 0 2 say bn1, rank 1 says bn2; eps: ...": the fields in which the ranks' signatures differ, or "" where
+/// they all agree.
+std::string describe_differences(const std::vector<std::string>& signatures);
+
+}  // namespace syncnorm

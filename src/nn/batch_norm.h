@@ -1,0 +1,34 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <memory>
+#include <string>
+
+#include "syncnorm/communicator.h"
+
+namespace syncnorm {
+
+/// Arguments shared by SyncBatchNorm and functional::sync_batch_norm.
+struct BatchNormArguments {
+  torch::Tensor weight;
+  torch::Tensor bias;
+  torch::Tensor running_mean;
+  torch::Tensor running_var;
+  double eps = 0;
+  double momentum = 0;
+  bool update_running = false;
+  std::shared_ptr<Communicator> comm;
+  std::string name;
+};
+
+/// Raises c10::Error unless `input` is what batch norm over `channels` channels takes, with parameters and buffers to match.
+void check_batch_norm_input(const torch::Tensor& input, int64_t channels, const BatchNormArguments& arguments);
+
+/// Normalises with the statistics of all ranks' batches; one collective. Returns the output and the values a channel.
+std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input, const BatchNormArguments& arguments);
+
+/// Normalises with the running statistics; no collective.
+torch::Tensor normalize_with_running(const torch::Tensor& input, const BatchNormArguments& arguments);
+
+}  // namespace syncnorm

@@ -1,0 +1,91 @@
+#include "syncnorm/sync_batch_norm.h"
+
+#include <atomic>
+#include <cmath>
+
+#include "nn/batch_norm.h"
+
+namespace syncnorm {
+namespace {
+
+// Ranks that build their models alike count alike, so that even unnamed modules can be told apart.
+std::string next_default_name() {
+  static std::atomic<int64_t> made{0};
+  return "SyncBatchNorm-" + std::to_string(++made);
+}
+
+int dims_of(const torch::Tensor& input) { return std::max<int>(1, static_cast<int>(input.dim()) - 2); }
+
+}  // namespace
+
+SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_)
+    : options(std::move(options_)), default_name_(next_default_name()) {
+  SyncBatchNormImpl::reset();
+}
+
+void SyncBatchNormImpl::reset() {
+  TORCH_CHECK_VALUE(options.num_features() > 0, "SyncBatchNorm: num_features must be positive, got ", options.num_features());
+  const auto channels = options.num_features();
+  weight = register_parameter("weight", options.affine() ? torch::empty({channels}) : torch::Tensor());
+  bias = register_parameter("bias", options.affine() ? torch::empty({channels}) : torch::Tensor());
+  const bool track = options.track_running_stats();
+  running_mean = register_buffer("running_mean", track ? torch::zeros({channels}) : torch::Tensor());
+  running_var = register_buffer("running_var", track ? torch::ones({channels}) : torch::Tensor());
+  num_batches_tracked = register_buffer("num_batches_tracked", track ? torch::tensor(0, torch::kLong) : torch::Tensor());
+  reset_parameters();
+}
+
+void SyncBatchNormImpl::reset_running_stats() {
+  if (!running_mean.defined()) return;
+  running_mean.zero_();
+  running_var.fill_(1);
+  num_batches_tracked.zero_();
+}
+
+void SyncBatchNormImpl::reset_parameters() {
+  reset_running_stats();
+  if (!weight.defined()) return;
+  torch::nn::init::ones_(weight);
+  torch::nn::init::zeros_(bias);
+}
+
+const std::string& SyncBatchNormImpl::display_name() const {
+  return options.name().empty() ? default_name_ : options.name();
+}
+
+torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
+  const auto& momentum = options.momentum();
+  TORCH_CHECK_VALUE(options.eps() >= 0 && std::isfinite(options.eps()), display_name(), ": eps must be finite and not negative, got ",
+                    options.eps());
+  TORCH_CHECK_VALUE(!momentum || (*momentum >= 0 && *momentum <= 1), display_name(), ": momentum must be in [0, 1] or absent");
+  BatchNormArguments arguments;
+  arguments.weight = weight;
+  arguments.bias = bias;
+  arguments.running_mean = running_mean;
+  arguments.running_var = running_var;
+  arguments.eps = options.eps();
+  arguments.comm = options.communicator();
+  arguments.name = display_name();
+  check_batch_norm_input(input, options.num_features(), arguments);
+  batch_norm_dims = batch_norm_dims == 0 ? dims_of(input) : batch_norm_dims;
+  if (!is_training() && running_mean.defined()) return normalize_with_running(input, arguments);
+
+  arguments.update_running = is_training() && running_mean.defined() && !FreezeRunningStatsGuard::active();
+  if (arguments.update_running)
+    arguments.momentum = momentum.value_or(1.0 / static_cast<double>(num_batches_tracked.item<int64_t>() + 1));
+  auto [output, count] = normalize_with_batch(input, arguments);
+  if (arguments.update_running && count > 0) num_batches_tracked.add_(1);
+  return output;
+}
+
+void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "SyncBatchNorm(" << options.num_features() << ", eps=" << options.eps() << ", momentum=";
+  if (options.momentum()) {
+    stream << *options.momentum();
+  } else {
+    stream << "cumulative average";
+  }
+  stream << ", affine=" << options.affine() << ", track_running_stats=" << options.track_running_stats() << ")";
+}
+
+}  // namespace syncnorm
