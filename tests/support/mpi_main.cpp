@@ -1,9 +1,10 @@
 // A GoogleTest main for tests that run on several MPI ranks.
 //
-// Every rank runs every test. After each test the ranks tell each other how it went, so a test that failed on one rank
-// is a failed test on all of them, and the exit status agrees. Rank 0 prints the usual progress; failures of the
-// other ranks appear as they happen, each line with "[rank r/P] ". A rank that does not come to the end of a test ends
-// the job with a message that names the test and the rank:
+// Every rank runs every test. After each test the ranks tell each other how it went, so a test that
+// failed on one rank is a failed test on all of them, and the exit status agrees. Rank 0 prints the
+// usual progress; failures of the other ranks appear as they happen, each line with "[rank r/P] ".
+// A rank that does not come to the end of a test ends the job with a message that names the test
+// and the rank:
 //   SYNCNORM_TEST_TIMEOUT  seconds a test may take (default 120; 0: no limit, for debuggers)
 //   SYNCNORM_TEST_GRACE    seconds a rank whose test failed waits for the others (default 30)
 // The exit status is 77 where every selected test was skipped.
@@ -37,7 +38,8 @@ int run_tests(int argc, char** argv) {
   const bool failed = reporter->agree_on_result(failed_here);
   const auto& unit = *::testing::UnitTest::GetInstance();
   if (rank == 0 && unit.test_to_run_count() == 0) {
-    std::fprintf(stderr, "no test matches --gtest_filter=%s\n", ::testing::GTEST_FLAG(filter).c_str());
+    std::fprintf(stderr, "no test matches --gtest_filter=%s\n",
+                 ::testing::GTEST_FLAG(filter).c_str());
   }
   if (failed || unit.test_to_run_count() == 0) return 1;
   return unit.skipped_test_count() == unit.test_to_run_count() ? kAllSkipped : 0;

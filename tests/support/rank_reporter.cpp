@@ -50,15 +50,15 @@ void RankReporter::print(const std::string& text) const {
 }
 
 void RankReporter::OnTestStart(const ::testing::TestInfo& test) {
-  watchdog_.start("in " + full_name(test), seconds_from_environment("SYNCNORM_TEST_TIMEOUT", 120));
+  current_test_ = full_name(test);
+  watchdog_.start("in " + current_test_, seconds_from_environment("SYNCNORM_TEST_TIMEOUT", 120));
 }
 
 void RankReporter::OnTestPartResult(const ::testing::TestPartResult& part) {
   if (rank_ == 0 || meeting_ || !part.failed()) return;
-  const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
   std::ostringstream text;
-  text << (part.file_name() ? part.file_name() : "unknown file") << ":" << part.line_number() << ": Failure in "
-       << (test ? full_name(*test) : "the set-up") << "\n"
+  text << (part.file_name() ? part.file_name() : "unknown file") << ":" << part.line_number()
+       << ": Failure in " << current_test_ << "\n"
        << part.message();
   print(text.str());
 }
@@ -66,9 +66,10 @@ void RankReporter::OnTestPartResult(const ::testing::TestPartResult& part) {
 void RankReporter::OnTestEnd(const ::testing::TestInfo& test) {
   meeting_ = true;
   const bool failed_here = test.result()->Failed();
-  const std::vector<int> failed = meet(full_name(test), failed_here);
+  const std::vector<int> failed = meet(current_test_, failed_here);
   if (!failed.empty() && !failed_here) {
-    ADD_FAILURE() << "failed on " << join(failed) << " of " << size_ << " (not on this one, rank " << rank_ << ")";
+    ADD_FAILURE() << "failed on " << join(failed) << " of " << size_ << " (not on this one, rank "
+                  << rank_ << ")";
   }
   meeting_ = false;
   watchdog_.stop();
@@ -77,7 +78,8 @@ void RankReporter::OnTestEnd(const ::testing::TestInfo& test) {
 void RankReporter::OnEnvironmentsTearDownStart(const ::testing::UnitTest&) { watchdog_.stop(); }
 
 bool RankReporter::agree_on_result(bool failed_here) {
-  watchdog_.start("at the end of all tests", seconds_from_environment("SYNCNORM_TEST_TIMEOUT", 120));
+  watchdog_.start("at the end of all tests",
+                  seconds_from_environment("SYNCNORM_TEST_TIMEOUT", 120));
   const bool failed = !meet("all tests", failed_here).empty();
   watchdog_.stop();
   MPI_Comm_free(&comm_);
@@ -86,7 +88,8 @@ bool RankReporter::agree_on_result(bool failed_here) {
 
 std::vector<int> RankReporter::meet(const std::string& name, bool failed_here) {
   watchdog_.note("ended " + name + ", waiting for the other ranks");
-  const Report mine{static_cast<uint64_t>(step_++), std::hash<std::string>{}(name), failed_here ? 1U : 0U};
+  const Report mine{static_cast<uint64_t>(step_++), std::hash<std::string>{}(name),
+                    failed_here ? 1U : 0U};
   std::vector<Report> reports(size_);
   std::vector<MPI_Request> requests(2 * size_);
   for (int peer = 0; peer < size_; ++peer) {
@@ -97,8 +100,8 @@ std::vector<int> RankReporter::meet(const std::string& name, bool failed_here) {
   using Clock = std::chrono::steady_clock;
   const double grace = seconds_from_environment("SYNCNORM_TEST_GRACE", 30);
   const auto deadline = Clock::now() + std::chrono::duration<double>(grace);
-  // A rank that passed waits as long as the watchdog lets the test last; only a failure makes it likely that the others
-  // wait for this rank in vain.
+  // A rank that passed waits as long as the watchdog lets the test last; only a failure makes it
+  // likely that the others wait for this rank in vain.
   for (int done = 0; !done;) {
     MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, MPI_STATUSES_IGNORE);
     if (done) break;
@@ -110,8 +113,9 @@ std::vector<int> RankReporter::meet(const std::string& name, bool failed_here) {
       MPI_Request_get_status(requests[peer], &arrived, MPI_STATUS_IGNORE);
       if (!arrived) absent.push_back(peer);
     }
-    watchdog_.end_job(name + " failed on this rank and " + join(absent) + " did not reach its end in " +
-                      std::to_string(static_cast<int>(grace)) + " s: waiting for this rank, or stuck");
+    watchdog_.end_job(name + " failed on this rank and " + join(absent) +
+                      " did not reach its end in " + std::to_string(static_cast<int>(grace)) +
+                      " s: waiting for this rank, or stuck");
   }
 
   std::vector<int> failed;

@@ -34,7 +34,8 @@ void Watchdog::start(const std::string& step, double seconds) {
   step_ = step;
   seconds_ = seconds;
   deadline_ = std::chrono::steady_clock::now() +
-              std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+              std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                  std::chrono::duration<double>(seconds));
   armed_ = seconds > 0;
   if (!thread_.joinable()) thread_ = std::thread([this] { watch(); });
   changed_.notify_all();
@@ -57,8 +58,8 @@ void Watchdog::watch() {
       changed_.wait(lock);
     } else if (changed_.wait_until(lock, deadline_) == std::cv_status::timeout && armed_ &&
                std::chrono::steady_clock::now() >= deadline_) {
-      const std::string message =
-          "stuck for " + std::to_string(static_cast<int>(seconds_)) + " s (SYNCNORM_TEST_TIMEOUT): " + step_;
+      const std::string message = "stuck for " + std::to_string(static_cast<int>(seconds_)) +
+                                  " s (SYNCNORM_TEST_TIMEOUT): " + step_;
       lock.unlock();
       end_job(message);
     }
@@ -69,7 +70,8 @@ void Watchdog::end_job(const std::string& message) {
   std::fflush(stdout);
   std::fprintf(stderr, "%s%s; ending the job\n", prefix_.c_str(), message.c_str());
   std::fflush(stderr);
-  // The launcher kills a rank at once when another aborts, so the others get a moment to tell where they are.
+  // The launcher kills a rank at once when another aborts, so the others get a moment to tell where
+  // they are.
   sleep(1);
   MPI_Abort(MPI_COMM_WORLD, 1);
   _exit(1);

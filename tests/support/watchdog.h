@@ -8,10 +8,12 @@
 
 namespace syncnorm::testing {
 
-/// The variable's value, or `fallback` where it is unset or empty; ends the program on anything but a number >= 0.
+/// The variable's value, or `fallback` where it is unset or empty; ends the program on anything but
+/// a number >= 0.
 double seconds_from_environment(const char* name, double fallback);
 
-/// Ends the whole MPI job with a message when a step takes too long. One thread, started with the first step.
+/// Ends the whole MPI job with a message when a step takes too long. One thread, started with the
+/// first step.
 class Watchdog {
  public:
   Watchdog() = default;
