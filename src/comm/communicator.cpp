@@ -1,5 +1,6 @@
 #include "syncnorm/communicator.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
