@@ -20,21 +20,26 @@ struct Counters {
   int64_t reduce_scatter = 0;
   int64_t broadcast = 0;
   int64_t barrier = 0;
-  int64_t bytes = 0;             ///< payload this rank handed in (broadcast: on every rank), diagnostics excluded
-  int64_t second_exchanges = 0;  ///< statistics exchanged again because the first sums had lost digits
+  int64_t bytes =
+      0;  ///< payload this rank handed in (broadcast: on every rank), diagnostics excluded
+  int64_t second_exchanges =
+      0;  ///< statistics exchanged again because the first sums had lost digits
 
-  int64_t collectives() const { return all_reduce + all_gather + reduce_scatter + broadcast + barrier; }
+  int64_t collectives() const {
+    return all_reduce + all_gather + reduce_scatter + broadcast + barrier;
+  }
 };
 
 /// A fixed group of ranks that moves tensors between them.
 ///
-/// Every operation is collective: all ranks of the group call it, in the same order. Operations block until the
-/// result is in place; a rank that waits longer than SYNCNORM_TIMEOUT seconds (default 600) raises
-/// CommunicationError. Tensors may live on any device; a backend that cannot reach the device stages through the host.
-/// Dtypes: double, float, half, bfloat16 (both summed in float and rounded once), integers and bool.
+/// Every operation is collective: all ranks of the group call it, in the same order. Operations
+/// block until the result is in place; a rank that waits longer than SYNCNORM_TIMEOUT seconds
+/// (default 600) raises CommunicationError. Tensors may live on any device; a backend that cannot
+/// reach the device stages through the host. Dtypes: double, float, half, bfloat16 (both summed in
+/// float and rounded once), integers and bool.
 ///
-/// Thread safety: one thread at a time for each communicator. Different communicators may be used from different
-/// threads at the same time: every backend works on a duplicate of its own.
+/// Thread safety: one thread at a time for each communicator. Different communicators may be used
+/// from different threads at the same time: every backend works on a duplicate of its own.
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   virtual ~Communicator() = default;
@@ -47,10 +52,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Reduces `tensor` over all ranks, in place. All ranks pass the same shape and dtype.
   void all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum);
 
-  /// Joins the ranks' `shard`s along dimension 0 in rank order; `sizes[r]` is rank r's size there (0 is allowed).
+  /// Joins the ranks' `shard`s along dimension 0 in rank order; `sizes[r]` is rank r's size there
+  /// (0 is allowed).
   at::Tensor all_gather(const at::Tensor& shard, at::IntArrayRef sizes);
 
-  /// Sums `tensor` over all ranks and returns rows [sum(sizes[:rank]), + sizes[rank]) of dimension 0.
+  /// Sums `tensor` over all ranks and returns rows [sum(sizes[:rank]), + sizes[rank]) of dimension
+  /// 0.
   at::Tensor reduce_scatter(const at::Tensor& tensor, at::IntArrayRef sizes);
 
   /// Overwrites `tensor` with rank `root`'s, in place.
@@ -58,14 +65,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   void barrier();
 
-  /// Ranks that pass the same `color` form a group, ordered by (key, rank). A negative color joins none and returns null.
+  /// Ranks that pass the same `color` form a group, ordered by (key, rank). A negative color joins
+  /// none and returns null.
   std::shared_ptr<Communicator> split(int color, int key);
 
   const Counters& counters() const { return counters_; }
   void reset_counters() { counters_ = Counters(); }
   void count_second_exchange() { ++counters_.second_exchanges; }
 
-  /// Number of collectives started so far; the next one carries this number in error messages and tags.
+  /// Number of collectives started so far; the next one carries this number in error messages and
+  /// tags.
   uint64_t sequence() const { return sequence_; }
 
   /// Where the error messages say they come from: "world", "world/split(1)", ...
@@ -81,12 +90,17 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void do_barrier() = 0;
   virtual std::shared_ptr<Communicator> do_split(int color, int key) = 0;
 
-  /// "all_reduce #12 of encoder.bn1 on world, rank 2 of 4": the operation in progress, for messages.
+  /// "all_reduce #12 of encoder.bn1 on world, rank 2 of 4": the operation in progress, for
+  /// messages.
   std::string describe_operation() const;
 
-  /// Same-size tensors of bytes from all ranks, for diagnostics: neither counted nor numbered. Returns false when the
-  /// other ranks do not answer within `seconds`.
+  /// Same-size tensors of bytes from all ranks, for diagnostics: neither counted nor numbered.
+  /// Returns false when the other ranks do not answer within `seconds`.
   virtual bool gather_diagnostics(const at::Tensor& mine, at::Tensor& all, double seconds);
+
+  /// This rank is about to raise from the current operation: tells ranks that may be stuck in it,
+  /// where that is possible.
+  virtual void announce_failure() {}
 
   struct Operation {
     const char* kind = "";
@@ -112,7 +126,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::string failure_;
 };
 
-/// Names the module on whose behalf this thread communicates, for error messages and tags, while it lives.
+/// Names the module on whose behalf this thread communicates, for error messages and tags, while it
+/// lives.
 class ModuleScope {
  public:
   explicit ModuleScope(std::string name);
@@ -127,7 +142,8 @@ class ModuleScope {
   std::string previous_;
 };
 
-/// The group of this process alone. Collectives return at once but are counted, so that counts can be compared.
+/// The group of this process alone. Collectives return at once but are counted, so that counts can
+/// be compared.
 std::shared_ptr<Communicator> self_communicator();
 
 }  // namespace syncnorm

@@ -10,10 +10,11 @@ namespace syncnorm {
 
 /// Owns MPI for the life of a program: make one first thing in main().
 ///
-/// Initialises MPI unless somebody did (then it does not finalize it either), asking for MPI_THREAD_MULTIPLE and accepting
-/// MPI_THREAD_SERIALIZED. Sets ATen's threads to this rank's share of the node's cores unless OMP_NUM_THREADS is set. Raises
-/// c10::Error when a launcher started N tasks that came up as N separate worlds of one. Destroyed by an escaping
-/// exception it ends the whole job with a message, since the other ranks would wait for this one for ever.
+/// Initialises MPI unless somebody did (then it does not finalize it either), asking for
+/// MPI_THREAD_MULTIPLE and accepting MPI_THREAD_SERIALIZED. Sets ATen's threads to this rank's
+/// share of the node's cores unless OMP_NUM_THREADS is set. Raises c10::Error when a launcher
+/// started N tasks that came up as N separate worlds of one. Destroyed by an escaping exception it
+/// ends the whole job with a message, since the other ranks would wait for this one for ever.
 class Environment {
  public:
   Environment(int& argc, char**& argv);
@@ -45,7 +46,9 @@ class Environment {
   int exceptions_at_start_ = 0;
 };
 
-/// `comm` itself, or the living Environment's world where it is null; raises c10::Error where there is neither.
-std::shared_ptr<Communicator> communicator_or_world(const std::shared_ptr<Communicator>& comm, const std::string& who);
+/// `comm` itself, or the living Environment's world where it is null; raises c10::Error where there
+/// is neither.
+std::shared_ptr<Communicator> communicator_or_world(const std::shared_ptr<Communicator>& comm,
+                                                    const std::string& who);
 
 }  // namespace syncnorm

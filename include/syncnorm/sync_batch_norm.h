@@ -10,7 +10,8 @@
 
 namespace syncnorm {
 
-/// Options of SyncBatchNorm. Those of torch::nn::BatchNorm2d, and over whom the statistics are taken.
+/// Options of SyncBatchNorm. Those of torch::nn::BatchNorm2d, and over whom the statistics are
+/// taken.
 struct SyncBatchNormOptions {
   /* implicit */ SyncBatchNormOptions(int64_t num_features) : num_features_(num_features) {}
 
@@ -18,35 +19,42 @@ struct SyncBatchNormOptions {
   TORCH_ARG(int64_t, num_features);
   /// Added to the variance. May be changed at any time, on all ranks.
   TORCH_ARG(double, eps) = 1e-5;
-  /// Weight of the new statistics in the running ones; nullopt is the cumulative average. May be changed at any time.
+  /// Weight of the new statistics in the running ones; nullopt is the cumulative average. May be
+  /// changed at any time.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
   /// Learnable weight and bias. Changing it after construction has no effect.
   TORCH_ARG(bool, affine) = true;
-  /// Keep running statistics and use them in evaluation. Changing it after construction has no effect.
+  /// Keep running statistics and use them in evaluation. Changing it after construction has no
+  /// effect.
   TORCH_ARG(bool, track_running_stats) = true;
-  /// The ranks that share statistics; null is the living Environment's world, looked up at the first forward.
+  /// The ranks that share statistics; null is the living Environment's world, looked up at the
+  /// first forward.
   TORCH_ARG(std::shared_ptr<Communicator>, communicator) = nullptr;
-  /// Name in error messages, the same on all ranks. Empty: "SyncBatchNorm-k" for the k-th made in this process;
-  /// convert_sync_batchnorm, DistributedDataParallel and name_modules set the path in the model.
+  /// Name in error messages, the same on all ranks. Empty: "SyncBatchNorm-k" for the k-th made in
+  /// this process; convert_sync_batchnorm, DistributedDataParallel and name_modules set the path in
+  /// the model.
   TORCH_ARG(std::string, name) = "";
 };
 
 /// Batch normalization over the batch of all ranks together: BatchNorm1d, 2d and 3d in one.
 ///
-/// Input [N, C], [N, C, L], [N, C, H, W] or [N, C, D, H, W], N may differ between ranks and be zero; float, double, half or
-/// bfloat16; any memory format, which the output keeps. Training costs one collective forward and one backward;
-/// evaluation with running statistics none. Statistics are those of the gathered batch (Ioffe & Szegedy 2015): biased variance to
-/// normalise, unbiased for running_var. Buffers are bit-identical on all ranks after every step. weight.grad and bias.grad
+/// Input [N, C], [N, C, L], [N, C, H, W] or [N, C, D, H, W], N may differ between ranks and be
+/// zero; float, double, half or bfloat16; any memory format, which the output keeps. Training costs
+/// one collective forward and one backward; evaluation with running statistics none. Statistics are
+/// those of the gathered batch (Ioffe & Szegedy 2015): biased variance to normalise, unbiased for
+/// running_var. Buffers are bit-identical on all ranks after every step. weight.grad and bias.grad
 /// are local sums, for data parallelism to average.
 ///
-/// Raises c10::Error for a wrong shape or dtype before communicating; for a single value per channel in the whole batch, on
-/// every rank; CommunicationError where ranks disagree (channels, dtype, eps, order of layers, mode).
+/// Raises c10::Error for a wrong shape or dtype before communicating; for a single value per
+/// channel in the whole batch, on every rank; CommunicationError where ranks disagree (channels,
+/// dtype, eps, order of layers, mode).
 ///
-/// Parameters and buffers have torch::nn::BatchNorm's names and shapes: weight, bias, running_mean, running_var [C],
-/// num_batches_tracked [].
+/// Parameters and buffers have torch::nn::BatchNorm's names and shapes: weight, bias, running_mean,
+/// running_var [C], num_batches_tracked [].
 class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
  public:
-  explicit SyncBatchNormImpl(int64_t num_features) : SyncBatchNormImpl(SyncBatchNormOptions(num_features)) {}
+  explicit SyncBatchNormImpl(int64_t num_features)
+      : SyncBatchNormImpl(SyncBatchNormOptions(num_features)) {}
   explicit SyncBatchNormImpl(SyncBatchNormOptions options);
 
   torch::Tensor forward(const torch::Tensor& input);
@@ -66,7 +74,8 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
   /// options.name(), or the default name where that is empty.
   const std::string& display_name() const;
 
-  /// Spatial kind to revert to: 1, 2 or 3 as BatchNorm{1,2,3}d, 0 where not converted and no input was seen.
+  /// Spatial kind to revert to: 1, 2 or 3 as BatchNorm{1,2,3}d, 0 where not converted and no input
+  /// was seen.
   int batch_norm_dims = 0;
 
  private:
@@ -74,8 +83,8 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
 };
 TORCH_MODULE(SyncBatchNorm);
 
-/// While it lives, SyncBatchNorm on this thread leaves its running statistics alone: put it round the second forward of a
-/// checkpointed (recomputed) block, so that each batch counts once.
+/// While it lives, SyncBatchNorm on this thread leaves its running statistics alone: put it round
+/// the second forward of a checkpointed (recomputed) block, so that each batch counts once.
 class FreezeRunningStatsGuard {
  public:
   FreezeRunningStatsGuard();
@@ -94,7 +103,8 @@ namespace functional {
 struct SyncBatchNormFuncOptions {
   TORCH_ARG(torch::Tensor, weight) = torch::Tensor();
   TORCH_ARG(torch::Tensor, bias) = torch::Tensor();
-  /// Normalise with the batch's statistics and update the running ones; otherwise normalise with the running ones.
+  /// Normalise with the batch's statistics and update the running ones; otherwise normalise with
+  /// the running ones.
   TORCH_ARG(bool, training) = false;
   TORCH_ARG(double, momentum) = 0.1;
   TORCH_ARG(double, eps) = 1e-5;
@@ -102,10 +112,11 @@ struct SyncBatchNormFuncOptions {
   TORCH_ARG(std::string, name) = "sync_batch_norm";
 };
 
-/// Functional form of SyncBatchNorm; running_mean and running_var [C] may be undefined (then batch statistics serve
-/// evaluation too) and are updated in place in training.
+/// Functional form of SyncBatchNorm; running_mean and running_var [C] may be undefined (then batch
+/// statistics serve evaluation too) and are updated in place in training.
 torch::Tensor sync_batch_norm(const torch::Tensor& input, const torch::Tensor& running_mean,
-                              const torch::Tensor& running_var, const SyncBatchNormFuncOptions& options);
+                              const torch::Tensor& running_var,
+                              const SyncBatchNormFuncOptions& options);
 
 }  // namespace functional
 }  // namespace syncnorm

@@ -9,9 +9,11 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-/// Sum over all ranks, the same on each; its gradient is the sum of all ranks' gradients, by the same function.
+/// Sum over all ranks, the same on each; its gradient is the sum of all ranks' gradients, by the
+/// same function.
 struct AllReduceSum : torch::autograd::Function<AllReduceSum> {
-  static Variable forward(AutogradContext* ctx, const Variable& local, const Variable& /*participation*/,
+  static Variable forward(AutogradContext* ctx, const Variable& local,
+                          const Variable& /*participation*/,
                           const c10::intrusive_ptr<NormCall>& call) {
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
     const ModuleScope scope(call->module);
@@ -19,21 +21,24 @@ struct AllReduceSum : torch::autograd::Function<AllReduceSum> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    const auto call = c10::static_intrusive_pointer_cast<NormCall>(ctx->saved_data["call"].toCapsule());
+    const auto call =
+        c10::static_intrusive_pointer_cast<NormCall>(ctx->saved_data["call"].toCapsule());
     return {sum_over_ranks(gradients[0], call), Variable(), Variable()};
   }
 
-  // Every rank gets a node, also one whose `local` needs no gradient: the others' backward waits for it.
+  // Every rank gets a node, also one whose `local` needs no gradient: the others' backward waits
+  // for it.
   static Variable sum_over_ranks(const Variable& local, const c10::intrusive_ptr<NormCall>& call) {
-    const auto participation = at::zeros({}, local.options().requires_grad(true));
+    const auto participation = at::zeros({}, local.options()).set_requires_grad(true);
     return apply(local, participation, call);
   }
 };
 
 }  // namespace
 
-variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                                      const at::Tensor& dy, const at::Tensor& mean, const NormCall& call) {
+variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& weight,
+                                      const at::Tensor& bias, const at::Tensor& dy,
+                                      const at::Tensor& mean, const NormCall& call) {
   const auto shared_call = c10::make_intrusive<NormCall>(call);
   std::vector<int64_t> reduced;
   std::vector<int64_t> broadcast(x.dim(), 1);
@@ -47,7 +52,8 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
 
   const auto shifted = x.to(at::kDouble) - slots(mean);
   const auto gradient = dy.to(at::kDouble);
-  const auto moments = AllReduceSum::sum_over_ranks(sums(shifted, shifted * shifted), shared_call) / call.count;
+  const auto moments =
+      AllReduceSum::sum_over_ranks(sums(shifted, shifted * shifted), shared_call) / call.count;
   const auto rstd = (moments[1] - moments[0] * moments[0] + call.eps).rsqrt();
   const auto normalized = (shifted - slots(moments[0])) * slots(rstd);
   const auto local = sums(gradient, gradient * normalized);
@@ -58,7 +64,8 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
   if (!call.reduce_backward) return result;
   const auto means = AllReduceSum::sum_over_ranks(local, shared_call) / call.count;
   const auto scale = weight.defined() ? rstd * weight.to(at::kDouble) : rstd;
-  result[0] = (slots(scale) * (gradient - slots(means[0]) - normalized * slots(means[1]))).to(x.scalar_type());
+  result[0] = (slots(scale) * (gradient - slots(means[0]) - normalized * slots(means[1])))
+                  .to(x.scalar_type());
   return result;
 }
 

@@ -6,12 +6,16 @@
 
 namespace syncnorm {
 
-/// The gradients (dx, dweight, dbias) of apply_norm as a graph of differentiable operations, computed in double.
+/// The gradients (dx, dweight, dbias) of apply_norm as a graph of differentiable operations,
+/// computed in double.
 ///
-/// Where the plain backward treats the statistics as constants of the forward, here they depend on `x` again: one all-reduce
-/// recomputes them about the known `mean`, one more carries the sums of the gradient. Undefined where the input is.
-torch::autograd::variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& weight,
+/// Where the plain backward treats the statistics as constants of the forward, here they depend on
+/// `x` again: one all-reduce recomputes them about the known `mean`, one more carries the sums of
+/// the gradient. Undefined where the input is.
+torch::autograd::variable_list differentiable_backward(const at::Tensor& x,
+                                                       const at::Tensor& weight,
                                                        const at::Tensor& bias, const at::Tensor& dy,
-                                                       const at::Tensor& mean, const NormCall& call);
+                                                       const at::Tensor& mean,
+                                                       const NormCall& call);
 
 }  // namespace syncnorm

@@ -2,7 +2,9 @@
 
 namespace syncnorm {
 
-at::ScalarType compute_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType compute_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 ChannelInput::ChannelInput(const at::Tensor& tensor)
     : data(tensor.detach()), format(tensor.suggest_memory_format()) {

@@ -6,7 +6,8 @@
 
 namespace syncnorm {
 
-/// A tensor [N, C, ...] as the kernels read it: dense, in the dtype that is computed in, with its channels as slots.
+/// A tensor [N, C, ...] as the kernels read it: dense, in the dtype that is computed in, with its
+/// channels as slots.
 struct ChannelInput {
   explicit ChannelInput(const at::Tensor& tensor);
 

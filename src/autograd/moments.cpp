@@ -26,7 +26,8 @@ uint64_t hash_of(const at::Tensor& values) {
   return hash;
 }
 
-std::string describe(const MomentsRequest& request, const kernels::SlotLayout& layout, const at::Tensor& center) {
+std::string describe(const MomentsRequest& request, const kernels::SlotLayout& layout,
+                     const at::Tensor& center) {
   return Signature()
       .add("pass", "forward")
       .add("channels", layout.slots)
@@ -37,17 +38,20 @@ std::string describe(const MomentsRequest& request, const kernels::SlotLayout& l
       .text();
 }
 
-/// Relative error of the variance is about (mean - center)^2 / variance times double's 2^-53; beyond these ratios it would
-/// show in the input's dtype.
+/// Relative error of the variance is about (mean - center)^2 / variance times double's 2^-53;
+/// beyond these ratios it would show in the input's dtype. A variance far below eps matters to
+/// running_var alone, and below kNoise * eps to nothing.
+constexpr double kNoise = 0x1p-30;
 double tolerable_ratio(at::ScalarType dtype) { return dtype == at::kDouble ? 0x1p10 : 0x1p27; }
 
-Moments exchange_about(const at::Tensor& x, const kernels::SlotLayout& layout, const at::Tensor& center,
-                       const MomentsRequest& request, bool* lost_digits) {
+Moments exchange_about(const at::Tensor& x, const kernels::SlotLayout& layout,
+                       const at::Tensor& center, const MomentsRequest& request, bool* lost_digits) {
   const int64_t slots = layout.slots;
   StatisticsBuffer buffer(request.comm, kHeaderWords + 2 * slots, x.device());
   const auto words = buffer.words();
-  const auto header = at::tensor({static_cast<double>(layout.outer * layout.inner), request.wants_gradient ? 1.0 : 0.0},
-                                 at::kDouble);
+  const auto header = at::tensor(
+      {static_cast<double>(layout.outer * layout.inner), request.wants_gradient ? 1.0 : 0.0},
+      at::kDouble);
   words.narrow(0, 0, kHeaderWords).copy_(header);
   words.narrow(0, kHeaderWords, 2 * slots)
       .copy_(kernels::kernels_for(x.device()).moments(x, layout, center).view({2 * slots}));
@@ -62,17 +66,21 @@ Moments exchange_about(const at::Tensor& x, const kernels::SlotLayout& layout, c
   const auto offset_squared = offset * offset;
   result.mean = center + offset;
   // NaN stays NaN; only the rounding of a difference below zero is cut.
-  result.variance = (words.narrow(0, kHeaderWords + slots, slots) / divisor - offset_squared).clamp_min(0);
-  if (result.count == 0) result.variance.fill_(1);  // nothing to normalise, and sums of nothing must stay zero, not NaN
-  *lost_digits = result.count > 0 &&
-                 (offset_squared > tolerable_ratio(request.dtype) * (result.variance + request.eps)).any().item<bool>();
+  result.variance =
+      (words.narrow(0, kHeaderWords + slots, slots) / divisor - offset_squared).clamp_min(0);
+  if (result.count == 0)
+    result.variance.fill_(1);  // nothing to normalise, and sums of nothing must stay zero, not NaN
+  *lost_digits = result.count > 0 && (offset_squared > tolerable_ratio(request.dtype) *
+                                                           (result.variance + kNoise * request.eps))
+                                         .any()
+                                         .item<bool>();
   return result;
 }
 
 }  // namespace
 
-Moments exchange_moments(const at::Tensor& x, const kernels::SlotLayout& layout, const at::Tensor& center,
-                         const MomentsRequest& request) {
+Moments exchange_moments(const at::Tensor& x, const kernels::SlotLayout& layout,
+                         const at::Tensor& center, const MomentsRequest& request) {
   bool lost_digits = false;
   auto moments = exchange_about(x, layout, center, request, &lost_digits);
   if (!lost_digits) return moments;
@@ -81,7 +89,8 @@ Moments exchange_moments(const at::Tensor& x, const kernels::SlotLayout& layout,
   return exchange_about(x, layout, nearer, request, &lost_digits);
 }
 
-at::Tensor exchange_sums(const at::Tensor& local, const std::shared_ptr<Communicator>& comm, const char* pass) {
+at::Tensor exchange_sums(const at::Tensor& local, const std::shared_ptr<Communicator>& comm,
+                         const char* pass) {
   StatisticsBuffer buffer(comm, local.numel(), local.device());
   const auto words = buffer.words();
   words.copy_(local.reshape({-1}));

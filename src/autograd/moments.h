@@ -30,13 +30,16 @@ struct MomentsRequest {
 
 /// Local sums about `center`, one all-reduce, and the moments that follow from the sums.
 ///
-/// `x`: dense, as `layout` says. `center`: double [slots], finite, equal on all ranks; the closer to the mean the better. Where it was so
-/// far from the mean that the subtraction sum(d^2) - sum(d)^2/n lost more digits than `dtype` can bear, which all
-/// ranks see in the same sums, a second exchange about the now known mean repairs it (counted in Counters::second_exchanges).
-Moments exchange_moments(const at::Tensor& x, const kernels::SlotLayout& layout, const at::Tensor& center,
-                         const MomentsRequest& request);
+/// `x`: dense, as `layout` says. `center`: double [slots], finite, equal on all ranks; the closer
+/// to the mean the better. Where it was so far from the mean that the subtraction sum(d^2) -
+/// sum(d)^2/n lost more digits than `dtype` can bear, which all ranks see in the same sums, a
+/// second exchange about the now known mean repairs it (counted in Counters::second_exchanges).
+Moments exchange_moments(const at::Tensor& x, const kernels::SlotLayout& layout,
+                         const at::Tensor& center, const MomentsRequest& request);
 
-/// Sums `local`, double, over all ranks in one tagged all-reduce. `pass` says what for ("backward", ...).
-at::Tensor exchange_sums(const at::Tensor& local, const std::shared_ptr<Communicator>& comm, const char* pass);
+/// Sums `local`, double, over all ranks in one tagged all-reduce. `pass` says what for ("backward",
+/// ...).
+at::Tensor exchange_sums(const at::Tensor& local, const std::shared_ptr<Communicator>& comm,
+                         const char* pass);
 
 }  // namespace syncnorm

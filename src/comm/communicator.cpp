@@ -41,26 +41,31 @@ std::vector<std::string> to_texts(const at::Tensor& bytes) {
   return texts;
 }
 
-int64_t sum(at::IntArrayRef sizes) { return std::accumulate(sizes.begin(), sizes.end(), int64_t{0}); }
+int64_t sum(at::IntArrayRef sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
 
 void check_tensor(const at::Tensor& tensor, const char* what) {
   TORCH_CHECK(tensor.defined(), what, ": the tensor is undefined");
-  TORCH_CHECK(tensor.layout() == at::kStrided, what, ": needs a dense tensor, got layout ", tensor.layout());
+  TORCH_CHECK(tensor.layout() == at::kStrided, what, ": needs a dense tensor, got layout ",
+              tensor.layout());
 }
 
 void check_sizes(at::IntArrayRef sizes, int ranks, const char* what) {
-  TORCH_CHECK(static_cast<int>(sizes.size()) == ranks, what, ": needs one size for each of ", ranks, " ranks, got ",
-              sizes.size());
+  TORCH_CHECK(static_cast<int>(sizes.size()) == ranks, what, ": needs one size for each of ", ranks,
+              " ranks, got ", sizes.size());
   for (const int64_t size : sizes) TORCH_CHECK(size >= 0, what, ": negative size in ", sizes);
 }
 
 }  // namespace
 
-ModuleScope::ModuleScope(std::string name) : previous_(std::exchange(current_module, std::move(name))) {}
+ModuleScope::ModuleScope(std::string name)
+    : previous_(std::exchange(current_module, std::move(name))) {}
 ModuleScope::~ModuleScope() { current_module = std::move(previous_); }
 const std::string& ModuleScope::current() { return current_module; }
 
-Communicator::Communicator(int rank, int size, std::string name) : rank_(rank), size_(size), name_(std::move(name)) {}
+Communicator::Communicator(int rank, int size, std::string name)
+    : rank_(rank), size_(size), name_(std::move(name)) {}
 
 std::string Communicator::describe_operation() const {
   std::ostringstream out;
@@ -74,7 +79,8 @@ template <typename F>
 auto Communicator::run(const char* kind, const at::Tensor& payload, int64_t detail, F&& body) {
   const at::NoGradGuard no_grad;
   if (!failure_.empty())
-    throw CommunicationError(std::string(kind) + " on " + name_ + ", rank " + std::to_string(rank_) +
+    throw CommunicationError(std::string(kind) + " on " + name_ + ", rank " +
+                             std::to_string(rank_) +
                              ": this communicator failed before: " + failure_);
   operation_ = {kind, current_module, sequence_++};
   try {
@@ -96,28 +102,40 @@ void Communicator::check_fingerprints(const char* kind, const at::Tensor& payloa
   const bool by_row = std::strcmp(kind, "all_gather") == 0;
   if (payload.defined()) {
     mine.add("wire dtype", c10::toString(payload.scalar_type()));
-    mine.add("elements", by_row ? payload.numel() / std::max<int64_t>(payload.size(0), 1) * (payload.size(0) > 0)
+    mine.add("elements", by_row ? payload.numel() / std::max<int64_t>(payload.size(0), 1) *
+                                      (payload.size(0) > 0)
                                 : payload.numel());
   }
   at::Tensor all;
   if (!gather_diagnostics(to_bytes(mine.text()), all, timeout_seconds()))
-    throw CommunicationError(describe_operation() + ": timed out waiting for the other ranks' fingerprints");
+    throw CommunicationError(describe_operation() +
+                             ": timed out waiting for the other ranks' fingerprints");
   auto texts = to_texts(all);
   const auto differences = describe_differences(texts);
-  if (!differences.empty()) throw CommunicationError(describe_operation() + ": the ranks disagree: " + differences);
+  if (!differences.empty())
+    throw CommunicationError(describe_operation() + ": the ranks disagree: " + differences);
 }
 
 void Communicator::raise_disagreement(const std::string& mine) {
-  constexpr double kSeconds = 5;  // the others raise too and join at once, unless their transport failed
+  constexpr double kSeconds =
+      5;  // the others raise too and join at once, unless their transport failed
+  announce_failure();
   std::string differences;
   at::Tensor all;
   try {
-    if (gather_diagnostics(to_bytes(mine), all, kSeconds)) differences = describe_differences(to_texts(all));
+    if (gather_diagnostics(to_bytes(mine), all, kSeconds))
+      differences = describe_differences(to_texts(all));
   } catch (const std::exception&) {
     differences.clear();  // the transport is gone as well: the general message has to do
   }
-  if (differences.empty()) differences = "which ranks and what is not known; SYNCNORM_CHECK=full names them";
-  failure_ = describe_operation() + ": the ranks disagree: " + differences + ". This rank has " + mine;
+  if (differences.empty())
+    differences = "which ranks and what is not known; SYNCNORM_CHECK=full names them";
+  if (differences.find("module differs") != std::string::npos)
+    differences +=
+        " (modules without a name are numbered as they are made: make them alike on every rank, or "
+        "name them)";
+  failure_ =
+      describe_operation() + ": the ranks disagree: " + differences + ". This rank has " + mine;
   throw CommunicationError(failure_);
 }
 
@@ -145,8 +163,8 @@ void Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op) {
 at::Tensor Communicator::all_gather(const at::Tensor& shard, at::IntArrayRef sizes) {
   check_tensor(shard, "all_gather");
   check_sizes(sizes, size_, "all_gather");
-  TORCH_CHECK(shard.dim() > 0 && shard.size(0) == sizes[rank_], "all_gather: rank ", rank_, " was announced ",
-              sizes[rank_], " rows and brings shape ", shard.sizes());
+  TORCH_CHECK(shard.dim() > 0 && shard.size(0) == sizes[rank_], "all_gather: rank ", rank_,
+              " was announced ", sizes[rank_], " rows and brings shape ", shard.sizes());
   return run("all_gather", shard, 0, [&] {
     ++counters_.all_gather;
     return do_all_gather(shard.detach().contiguous(), sizes);
@@ -156,8 +174,8 @@ at::Tensor Communicator::all_gather(const at::Tensor& shard, at::IntArrayRef siz
 at::Tensor Communicator::reduce_scatter(const at::Tensor& tensor, at::IntArrayRef sizes) {
   check_tensor(tensor, "reduce_scatter");
   check_sizes(sizes, size_, "reduce_scatter");
-  TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == sum(sizes), "reduce_scatter: sizes ", sizes, " add up to ",
-              sum(sizes), " rows, the tensor has shape ", tensor.sizes());
+  TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == sum(sizes), "reduce_scatter: sizes ", sizes,
+              " add up to ", sum(sizes), " rows, the tensor has shape ", tensor.sizes());
   return run("reduce_scatter", tensor, 0, [&] {
     ++counters_.reduce_scatter;
     return do_reduce_scatter(tensor.detach().contiguous(), sizes);
@@ -166,7 +184,8 @@ at::Tensor Communicator::reduce_scatter(const at::Tensor& tensor, at::IntArrayRe
 
 void Communicator::broadcast(const at::Tensor& tensor, int root) {
   check_tensor(tensor, "broadcast");
-  TORCH_CHECK(root >= 0 && root < size_, "broadcast: root ", root, " is not a rank of ", name_, " (", size_, " ranks)");
+  TORCH_CHECK(root >= 0 && root < size_, "broadcast: root ", root, " is not a rank of ", name_,
+              " (", size_, " ranks)");
   run("broadcast", tensor, root, [&] {
     ++counters_.broadcast;
     const auto target = tensor.detach();

@@ -28,29 +28,35 @@ int environment_number(const char* name) {
   return text == nullptr ? 0 : std::atoi(text);
 }
 
-// A program linked to one MPI and started by another's launcher, or by srun without MPI support, sees itself alone.
+// A program linked to one MPI and started by another's launcher, or by srun without MPI support,
+// sees itself alone.
 void refuse_separate_worlds(int world_size) {
   if (world_size != 1) return;
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"}) {
     const int tasks = environment_number(name);
     TORCH_CHECK(tasks <= 1, "syncnorm::Environment: the launcher started ", tasks, " tasks (", name,
-                "), but MPI came up as separate worlds of one rank each. Start with the mpirun of the MPI that the program is "
-                "linked to; under Slurm use 'srun --mpi=pmix' with a PMIx-enabled Open MPI, or mpirun inside the allocation");
+                "), but MPI came up as separate worlds of one rank each. Start with the mpirun of "
+                "the MPI that the program is "
+                "linked to; under Slurm use 'srun --mpi=pmix' with a PMIx-enabled Open MPI, or "
+                "mpirun inside the allocation");
   }
 }
 
 int usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return static_cast<int>(std::thread::hardware_concurrency());
+  if (sched_getaffinity(0, sizeof set, &set) != 0)
+    return static_cast<int>(std::thread::hardware_concurrency());
   return CPU_COUNT(&set);
 }
 
 void set_threads(int local_size) {
   if (std::getenv("OMP_NUM_THREADS") != nullptr) return;
-  // Bound to a part of the node, the cores in sight are this rank's own; unbound, all ranks see and share them all.
+  // Bound to a part of the node, the cores in sight are this rank's own; unbound, all ranks see and
+  // share them all.
   const int cores = usable_cores();
-  const bool bound = cores < static_cast<int>(std::thread::hardware_concurrency()) && local_size > 1;
+  const bool bound =
+      cores < static_cast<int>(std::thread::hardware_concurrency()) && local_size > 1;
   at::set_num_threads(std::max(1, bound ? cores : cores / local_size));
 }
 
@@ -67,11 +73,14 @@ Environment::Environment() {
 Environment::Environment(int& argc, char**& argv) { start(argc, argv); }
 
 void Environment::start(int& argc, char**& argv) {
-  TORCH_CHECK(living == nullptr, "syncnorm::Environment: one is living already; a program makes one, in main()");
+  TORCH_CHECK(living == nullptr,
+              "syncnorm::Environment: one is living already; a program makes one, in main()");
   exceptions_at_start_ = std::uncaught_exceptions();
   int finalized = 0;
   MPI_Finalized(&finalized);
-  TORCH_CHECK(!finalized, "syncnorm::Environment: MPI was finalized before; it cannot start twice in a process");
+  TORCH_CHECK(
+      !finalized,
+      "syncnorm::Environment: MPI was finalized before; it cannot start twice in a process");
   int initialized = 0;
   MPI_Initialized(&initialized);
   if (!initialized) {
@@ -83,7 +92,8 @@ void Environment::start(int& argc, char**& argv) {
   check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &world_size), "MPI_Comm_size");
   refuse_separate_worlds(world_size);
   MPI_Comm node = MPI_COMM_NULL;
-  check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &node), "MPI_Comm_split_type");
+  check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &node),
+            "MPI_Comm_split_type");
   MPI_Comm_rank(node, &local_rank_);
   MPI_Comm_size(node, &local_size_);
   check_mpi(MPI_Comm_free(&node), "MPI_Comm_free");
@@ -100,8 +110,9 @@ Environment::~Environment() {
   if (finalized) return;
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_start_;
   if (unwinding || operation_abandoned()) {
-    std::fprintf(stderr, "syncnorm: rank %d of %d ends the job: %s\n", world_->rank(), world_->size(),
-                 unwinding ? "an exception left its program" : "it gave up waiting for the other ranks");
+    std::fprintf(
+        stderr, "syncnorm: rank %d of %d ends the job: %s\n", world_->rank(), world_->size(),
+        unwinding ? "an exception left its program" : "it gave up waiting for the other ranks");
     std::fflush(nullptr);
     board->set_phase(StatusBoard::Phase::failed);
     MPI_Abort(MPI_COMM_WORLD, 1);
@@ -120,9 +131,11 @@ c10::Device Environment::device() const {
   return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(local_rank_ % gpus));
 }
 
-std::shared_ptr<Communicator> communicator_or_world(const std::shared_ptr<Communicator>& comm, const std::string& who) {
+std::shared_ptr<Communicator> communicator_or_world(const std::shared_ptr<Communicator>& comm,
+                                                    const std::string& who) {
   if (comm != nullptr) return comm;
-  TORCH_CHECK(living != nullptr, who, " has no communicator: make a syncnorm::Environment in main(), or pass one with "
+  TORCH_CHECK(living != nullptr, who,
+              " has no communicator: make a syncnorm::Environment in main(), or pass one with "
               ".communicator(...) (syncnorm::self_communicator() for this process alone)");
   return living->world();
 }

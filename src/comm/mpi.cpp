@@ -10,18 +10,21 @@
 #include <sstream>
 #include <thread>
 
+#include "comm/host_stage.h"
 #include "comm/mpi_check.h"
 #include "comm/mpi_limits.h"
 #include "comm/mpi_types.h"
 #include "comm/signature.h"
 #include "comm/status_board.h"
 #include "comm/timeout.h"
+#include "comm/world_errors.h"
 
 namespace syncnorm {
 namespace {
 
-// Above this many bytes a blocking call moves data about twice as fast as a nonblocking one (2 ranks, Open MPI 4.1:
-// 8 MB in 2.9 ms against 5.7 ms); below it the difference is a few microseconds.
+// Above this many bytes a blocking call moves data about twice as fast as a nonblocking one (2
+// ranks, Open MPI 4.1: 8 MB in 2.9 ms against 5.7 ms); below it the difference is a few
+// microseconds.
 constexpr int64_t kBlockingBytes = 32 * 1024;
 
 int64_t max_count = INT_MAX;
@@ -45,29 +48,16 @@ class SerialLock {
 int query_thread_level() {
   int initialized = 0;
   MPI_Initialized(&initialized);
-  TORCH_CHECK(initialized, "mpi_communicator: MPI is not initialised; make a syncnorm::Environment first");
+  TORCH_CHECK(initialized,
+              "mpi_communicator: MPI is not initialised; make a syncnorm::Environment first");
   int level = MPI_THREAD_SINGLE;
   check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
   TORCH_CHECK(level >= MPI_THREAD_SERIALIZED,
-              "mpi_communicator: MPI was initialised for one thread only; initialise it with MPI_Init_thread and "
+              "mpi_communicator: MPI was initialised for one thread only; initialise it with "
+              "MPI_Init_thread and "
               "MPI_THREAD_MULTIPLE, or let syncnorm::Environment do it");
   return level;
 }
-
-/// Brings a tensor to where and how MPI can reduce or move it, and back.
-class HostStage {
- public:
-  HostStage(const at::Tensor& tensor, at::ScalarType dtype)
-      : original_(tensor), host_(tensor.to(at::kCPU, dtype).contiguous()) {}
-  const at::Tensor& host() const { return host_; }
-  void copy_back() const {
-    if (!host_.is_alias_of(original_)) original_.copy_(host_);
-  }
-
- private:
-  at::Tensor original_;
-  at::Tensor host_;
-};
 
 class MpiCommunicator final : public Communicator {
  public:
@@ -91,13 +81,17 @@ class MpiCommunicator final : public Communicator {
  private:
   void do_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
     const HostStage stage(tensor, reduction_dtype(tensor.scalar_type()));
+    const InFlight in_flight({stage.host()});
     const auto type = mpi_datatype(stage.host().scalar_type());
     const auto width = static_cast<int64_t>(stage.host().element_size());
     auto* data = static_cast<char*>(stage.host().data_ptr());
     in_chunks(stage.host().numel(), [&](int64_t start, int count) {
       void* at = data + start * width;
       move(
-          count * width, [&](MPI_Request* r) { return MPI_Iallreduce(MPI_IN_PLACE, at, count, type, mpi_op(op), comm_, r); },
+          count * width,
+          [&](MPI_Request* r) {
+            return MPI_Iallreduce(MPI_IN_PLACE, at, count, type, mpi_op(op), comm_, r);
+          },
           [&] { return MPI_Allreduce(MPI_IN_PLACE, at, count, type, mpi_op(op), comm_); });
     });
     stage.copy_back();
@@ -105,6 +99,7 @@ class MpiCommunicator final : public Communicator {
 
   void do_broadcast(const at::Tensor& tensor, int root) override {
     const HostStage stage(tensor, tensor.scalar_type());
+    const InFlight in_flight({stage.host()});
     broadcast_bytes(stage.host().data_ptr(), static_cast<int64_t>(stage.host().nbytes()), root);
     stage.copy_back();
   }
@@ -123,6 +118,7 @@ class MpiCommunicator final : public Communicator {
     auto shape = shard.sizes().vec();
     shape[0] = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
     const auto all = at::empty(shape, stage.host().options());
+    const InFlight in_flight({stage.host(), all});
     gather_rows(stage.host(), sizes, all);
     return all.to(shard.device());
   }
@@ -131,10 +127,12 @@ class MpiCommunicator final : public Communicator {
     int64_t row = static_cast<int64_t>(all.element_size());
     for (const int64_t extent : all.sizes().slice(1)) row *= extent;
     auto* data = static_cast<char*>(all.data_ptr());
-    if (static_cast<int64_t>(all.nbytes()) > max_count) {  // displacements of the one call would not fit an int
+    if (static_cast<int64_t>(all.nbytes()) >
+        max_count) {  // displacements of the one call would not fit an int
       int64_t start = 0;
       for (int r = 0; r < size(); start += sizes[r++] * row) {
-        if (r == rank() && shard.nbytes() > 0) std::memcpy(data + start, shard.const_data_ptr(), shard.nbytes());
+        if (r == rank() && shard.nbytes() > 0)
+          std::memcpy(data + start, shard.const_data_ptr(), shard.nbytes());
         broadcast_bytes(data + start, sizes[r] * row, r);
       }
       return;
@@ -151,12 +149,12 @@ class MpiCommunicator final : public Communicator {
     move(
         offset,
         [&](MPI_Request* r) {
-          return MPI_Iallgatherv(mine, counts[rank()], MPI_BYTE, data, counts.data(), displacements.data(), MPI_BYTE,
-                                 comm_, r);
+          return MPI_Iallgatherv(mine, counts[rank()], MPI_BYTE, data, counts.data(),
+                                 displacements.data(), MPI_BYTE, comm_, r);
         },
         [&] {
-          return MPI_Allgatherv(mine, counts[rank()], MPI_BYTE, data, counts.data(), displacements.data(), MPI_BYTE,
-                                comm_);
+          return MPI_Allgatherv(mine, counts[rank()], MPI_BYTE, data, counts.data(),
+                                displacements.data(), MPI_BYTE, comm_);
         });
   }
 
@@ -176,11 +174,14 @@ class MpiCommunicator final : public Communicator {
     shape[0] = sizes[rank()];
     const auto output = at::empty(shape, input.options());
     const auto type = mpi_datatype(input.scalar_type());
+    const InFlight in_flight({input, output});
     const void* from = input.const_data_ptr();
     void* to = output.data_ptr();
     move(
         static_cast<int64_t>(input.nbytes()),
-        [&](MPI_Request* r) { return MPI_Ireduce_scatter(from, to, counts.data(), type, MPI_SUM, comm_, r); },
+        [&](MPI_Request* r) {
+          return MPI_Ireduce_scatter(from, to, counts.data(), type, MPI_SUM, comm_, r);
+        },
         [&] { return MPI_Reduce_scatter(from, to, counts.data(), type, MPI_SUM, comm_); });
     return output.to(tensor.device(), tensor.scalar_type());
   }
@@ -194,7 +195,8 @@ class MpiCommunicator final : public Communicator {
     MPI_Comm child = MPI_COMM_NULL;
     {
       const SerialLock lock(serialized_);
-      check_mpi(MPI_Comm_split(comm_, color < 0 ? MPI_UNDEFINED : color, key, &child), "MPI_Comm_split");
+      check_mpi(MPI_Comm_split(comm_, color < 0 ? MPI_UNDEFINED : color, key, &child),
+                "MPI_Comm_split");
     }
     if (child == MPI_COMM_NULL) return nullptr;
     int child_rank = 0;
@@ -202,7 +204,8 @@ class MpiCommunicator final : public Communicator {
     MPI_Comm_rank(child, &child_rank);
     MPI_Comm_size(child, &child_size);
     return std::make_shared<MpiCommunicator>(child, child_rank, child_size,
-                                             name() + "/split(" + std::to_string(color) + ")", serialized_);
+                                             name() + "/split(" + std::to_string(color) + ")",
+                                             serialized_);
   }
 
   bool gather_diagnostics(const at::Tensor& mine, at::Tensor& all, double seconds) override {
@@ -213,7 +216,8 @@ class MpiCommunicator final : public Communicator {
     MPI_Request request = MPI_REQUEST_NULL;
     {
       const SerialLock lock(serialized_);
-      check_mpi(MPI_Iallgather(mine.const_data_ptr(), count, MPI_BYTE, all.data_ptr(), count, MPI_BYTE, comm_, &request),
+      check_mpi(MPI_Iallgather(mine.const_data_ptr(), count, MPI_BYTE, all.data_ptr(), count,
+                               MPI_BYTE, comm_, &request),
                 "MPI_Iallgather");
     }
     if (finish(request, seconds)) return true;
@@ -224,7 +228,8 @@ class MpiCommunicator final : public Communicator {
     return false;
   }
 
-  /// Splits `count` elements into pieces that an int can count; calls `body` at least once, so that empty tensors meet too.
+  /// Splits `count` elements into pieces that an int can count; calls `body` at least once, so that
+  /// empty tensors meet too.
   template <typename F>
   void in_chunks(int64_t count, F&& body) {
     int64_t start = 0;
@@ -235,30 +240,36 @@ class MpiCommunicator final : public Communicator {
     } while (start < count);
   }
 
-  /// Small payloads go by a nonblocking call that this thread polls, so that it can time out. Large ones first meet the
-  /// other ranks, with the same time-out, and then block, which is faster.
+  /// Small payloads go by a nonblocking call that this thread polls, so that it can time out. Large
+  /// ones first meet the other ranks, with the same time-out, and then block, which is faster.
   template <typename Start, typename Block>
   void move(int64_t bytes, Start&& start, Block&& block) {
     if (bytes <= kBlockingBytes || serialized_) return start_and_wait(start);
     meet(bytes);
     const Entered entered(*this);
+    const ReturnWorldErrors guard;
     check_transport(block());
   }
 
-  /// All ranks are here for the same operation on equally many bytes, or every rank raises: a mismatch could hang a
-  /// blocking call. The largest value and the largest negative pin both ends of each word.
+  /// All ranks are here for the same operation on equally many bytes, or every rank raises: a
+  /// mismatch could hang a blocking call. The largest value and the largest negative pin both ends
+  /// of each word.
   void meet(int64_t bytes) {
     const auto size_word = static_cast<double>(bytes);
     const double kind_word = Signature().add("operation", operation().kind).tag();
     double words[4] = {size_word, -size_word, kind_word, -kind_word};
-    start_and_wait([&](MPI_Request* r) { return MPI_Iallreduce(MPI_IN_PLACE, words, 4, MPI_DOUBLE, MPI_MAX, comm_, r); });
+    start_and_wait([&](MPI_Request* r) {
+      return MPI_Iallreduce(MPI_IN_PLACE, words, 4, MPI_DOUBLE, MPI_MAX, comm_, r);
+    });
     if (words[2] != kind_word || words[3] != -kind_word)
-      throw TransportError(describe_operation() +
-                           ": another rank is in a different operation. SYNCNORM_CHECK=full names it");
+      throw TransportError(
+          describe_operation() +
+          ": another rank is in a different operation. SYNCNORM_CHECK=full names it");
     if (words[0] != size_word || words[1] != -size_word)
-      throw TransportError(describe_operation() + ": the ranks brought buffers of different sizes, " +
-                           std::to_string(int64_t(-words[1])) + " to " + std::to_string(int64_t(words[0])) +
-                           " bytes, this rank " + std::to_string(bytes) + ". SYNCNORM_CHECK=full names the ranks");
+      throw TransportError(
+          describe_operation() + ": the ranks brought buffers of different sizes, " +
+          std::to_string(int64_t(-words[1])) + " to " + std::to_string(int64_t(words[0])) +
+          " bytes, this rank " + std::to_string(bytes) + ". SYNCNORM_CHECK=full names the ranks");
   }
 
   /// Notes on the status board that this rank is inside the operation.
@@ -269,7 +280,8 @@ class MpiCommunicator final : public Communicator {
         board->enter(comm.line_, comm.uid_, comm.operation().sequence, comm.describe_operation());
     }
     ~Entered() {
-      if (auto* board = StatusBoard::current(); board != nullptr && comm_.line_ >= 0) board->leave(comm_.line_);
+      if (auto* board = StatusBoard::current(); board != nullptr && comm_.line_ >= 0)
+        board->leave(comm_.line_);
     }
     Entered(const Entered&) = delete;
     Entered& operator=(const Entered&) = delete;
@@ -287,20 +299,25 @@ class MpiCommunicator final : public Communicator {
       check_transport(start(&request));
     }
     if (finish(request, timeout_seconds())) return;
+    const auto failed = peers_in(StatusBoard::Fate::failed);
+    if (!failed.empty()) throw TransportError(describe_operation() + ": it failed on " + failed);
     note_abandoned_operation();
     throw CommunicationError(timeout_report());
   }
 
-  /// Polls until done; false after `seconds`, or once a rank that has not entered is known to have ended.
+  /// Polls until done; false after `seconds`, or once it is known that a rank has failed in it or
+  /// has ended without it.
   bool finish(MPI_Request& request, double seconds) {
     using Clock = std::chrono::steady_clock;
-    constexpr int kSpins = 200;  // some tens of microseconds: past that, let other ranks on this core run
+    constexpr int kSpins =
+        200;  // some tens of microseconds: past that, let other ranks on this core run
     const auto start = Clock::now();
     auto next_look = start + std::chrono::seconds(1);
     for (int64_t polls = 0;; ++polls) {
       int done = 0;
       {
         const SerialLock lock(serialized_);
+        const ReturnWorldErrors guard;
         check_transport(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
       }
       if (done) return true;
@@ -310,39 +327,53 @@ class MpiCommunicator final : public Communicator {
       const auto now = Clock::now();
       if (std::chrono::duration<double>(now - start).count() > seconds) return false;
       if (now > next_look) {
-        if (somebody_ended()) return false;
+        if (!peers_in(StatusBoard::Fate::failed).empty() ||
+            !peers_in(StatusBoard::Fate::ended).empty())
+          return false;
         next_look = now + std::chrono::seconds(1);
       }
     }
   }
 
-  bool somebody_ended() const {
+  /// "rank 1, rank 3": the ranks that met `fate` in this operation, as far as the status board
+  /// shows.
+  std::string peers_in(StatusBoard::Fate fate) const {
+    std::string text;
     const auto* board = StatusBoard::current();
-    if (board == nullptr) return false;
-    return std::any_of(world_ranks_.begin(), world_ranks_.end(),
-                       [&](int r) { return board->will_never_enter(r, uid_, operation().sequence); });
+    for (int r = 0; board != nullptr && r < size(); ++r)
+      if (r != rank() && board->fate(world_ranks_[r], uid_, operation().sequence) == fate)
+        text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
+    return text;
   }
 
   std::string timeout_report() const {
     std::ostringstream out;
     const auto* board = StatusBoard::current();
     out << describe_operation() << ": ";
-    out << (somebody_ended() ? "a rank has ended without it"
-                             : "timed out after " + std::to_string(int64_t(timeout_seconds())) +
-                                   " s (SYNCNORM_TIMEOUT) waiting for the other ranks");
+    out << (!peers_in(StatusBoard::Fate::ended).empty()
+                ? "a rank has ended without it"
+                : "timed out after " + std::to_string(int64_t(timeout_seconds())) +
+                      " s (SYNCNORM_TIMEOUT) waiting for the other ranks");
     if (board == nullptr) {
       out << "; which rank is missing is not known without a syncnorm::Environment";
       return out.str();
     }
     for (int r = 0; r < size(); ++r) {
-      const auto text = board->describe(world_ranks_[r], "rank " + std::to_string(r), uid_, operation().sequence);
+      const auto text =
+          board->describe(world_ranks_[r], "rank " + std::to_string(r), uid_, operation().sequence);
       if (r != rank() && !text.empty()) out << "; " << text;
     }
     return out.str();
   }
 
-  void check_transport(int code) const {
+  void announce_failure() override {
+    if (auto* board = StatusBoard::current(); board != nullptr && line_ >= 0)
+      board->fail(line_, operation().sequence);
+  }
+
+  void check_transport(int code) {
     if (code == MPI_SUCCESS) return;
+    announce_failure();
     std::string hint;
     int error_class = MPI_SUCCESS;
     MPI_Error_class(code, &error_class);
@@ -374,6 +405,7 @@ class MpiCommunicator final : public Communicator {
 
 std::shared_ptr<Communicator> make(MPI_Comm comm, std::string name) {
   const bool serialized = query_thread_level() == MPI_THREAD_SERIALIZED;
+  ReturnWorldErrors::install();
   TORCH_CHECK(comm != MPI_COMM_NULL, "mpi_communicator: got MPI_COMM_NULL");
   int inter = 0;
   check_mpi(MPI_Comm_test_inter(comm, &inter), "MPI_Comm_test_inter");
@@ -389,8 +421,12 @@ std::shared_ptr<Communicator> make(MPI_Comm comm, std::string name) {
 
 }  // namespace
 
-int64_t set_max_count(int64_t count) { return std::exchange(max_count, std::min<int64_t>(count, INT_MAX)); }
+int64_t set_max_count(int64_t count) {
+  return std::exchange(max_count, std::min<int64_t>(count, INT_MAX));
+}
 
-std::shared_ptr<Communicator> mpi_communicator(MPI_Comm comm) { return make(comm, comm == MPI_COMM_WORLD ? "world" : "mpi"); }
+std::shared_ptr<Communicator> mpi_communicator(MPI_Comm comm) {
+  return make(comm, comm == MPI_COMM_WORLD ? "world" : "mpi");
+}
 
 }  // namespace syncnorm

@@ -14,13 +14,15 @@ Fields parse(const std::string& text) {
   std::istringstream stream(text);
   for (std::string item; std::getline(stream, item, ';');) {
     const auto equals = item.find('=');
-    if (equals != std::string::npos) fields.emplace_back(item.substr(0, equals), item.substr(equals + 1));
+    if (equals != std::string::npos)
+      fields.emplace_back(item.substr(0, equals), item.substr(equals + 1));
   }
   return fields;
 }
 
 std::string value_of(const Fields& fields, const std::string& name) {
-  const auto found = std::find_if(fields.begin(), fields.end(), [&](const auto& f) { return f.first == name; });
+  const auto found =
+      std::find_if(fields.begin(), fields.end(), [&](const auto& f) { return f.first == name; });
   return found == fields.end() ? "(none)" : found->second;
 }
 
@@ -32,7 +34,8 @@ std::string describe_differences(const std::vector<std::string>& signatures) {
   for (const auto& text : signatures) {
     ranks.push_back(parse(text));
     for (const auto& field : ranks.back())
-      if (std::find(names.begin(), names.end(), field.first) == names.end()) names.push_back(field.first);
+      if (std::find(names.begin(), names.end(), field.first) == names.end())
+        names.push_back(field.first);
   }
   std::ostringstream out;
   for (const auto& name : names) {

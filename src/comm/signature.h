@@ -9,8 +9,8 @@
 
 namespace syncnorm {
 
-/// What a rank believes about a collective, as text "field=value;field=value;": hashed into the tag that travels with
-/// statistics, and gathered whole to say which field differs.
+/// What a rank believes about a collective, as text "field=value;field=value;": hashed into the tag
+/// that travels with statistics, and gathered whole to say which field differs.
 class Signature {
  public:
   template <typename T>
@@ -45,8 +45,8 @@ class Signature {
   std::string text_;
 };
 
-/// "module: ranks 0 2 say bn1, rank 1 says bn2; eps: ...": the fields in which the ranks' signatures differ, or "" where
-/// they all agree.
+/// "module: ranks 0 2 say bn1, rank 1 says bn2; eps: ...": the fields in which the ranks'
+/// signatures differ, or "" where they all agree.
 std::string describe_differences(const std::vector<std::string>& signatures);
 
 }  // namespace syncnorm

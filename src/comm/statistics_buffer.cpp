@@ -5,9 +5,11 @@
 
 namespace syncnorm {
 
-StatisticsBuffer::StatisticsBuffer(std::shared_ptr<Communicator> comm, int64_t words, c10::Device device)
+StatisticsBuffer::StatisticsBuffer(std::shared_ptr<Communicator> comm, int64_t words,
+                                   c10::Device device)
     : comm_(std::move(comm)),
-      buffer_(at::empty({words + kTagWords}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
+      buffer_(
+          at::empty({words + kTagWords}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
 
 void StatisticsBuffer::exchange(const std::string& details) {
   Signature signature;
@@ -32,7 +34,8 @@ void StatisticsBuffer::exchange(const std::string& details) {
   }
   const auto sums = buffer_.narrow(0, 0, kTagWords).cpu();
   const auto* sum = sums.const_data_ptr<double>();
-  if (sum[0] != ranks * tag || sum[1] != ranks * tag * tag) comm_->raise_disagreement(signature.text());
+  if (sum[0] != ranks * tag || sum[1] != ranks * tag * tag)
+    comm_->raise_disagreement(signature.text());
 }
 
 }  // namespace syncnorm

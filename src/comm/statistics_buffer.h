@@ -8,12 +8,12 @@
 
 namespace syncnorm {
 
-/// A buffer of statistics on its way through one all-reduce, with the two words in front by which every rank sees
-/// whether all ranks mean the same thing.
+/// A buffer of statistics on its way through one all-reduce, with the two words in front by which
+/// every rank sees whether all ranks mean the same thing.
 ///
-/// The words are tag and tag^2. Summed over P ranks they equal P*tag and P*tag^2 on a rank exactly if every rank's tag is that
-/// rank's own: the tags' mean and variance are then pinned. They stand in front so that they line up even where the
-/// ranks' buffers differ in length.
+/// The words are tag and tag^2. Summed over P ranks they equal P*tag and P*tag^2 on a rank exactly
+/// if every rank's tag is that rank's own: the tags' mean and variance are then pinned. They stand
+/// in front so that they line up even where the ranks' buffers differ in length.
 class StatisticsBuffer {
  public:
   /// Room for `words` doubles on `device`.
@@ -22,8 +22,9 @@ class StatisticsBuffer {
   /// The payload, double [words]: fill before, read after exchange().
   at::Tensor words() const { return buffer_.narrow(0, kTagWords, buffer_.size(0) - kTagWords); }
 
-  /// Sums the payload over all ranks. `details` are "field=value;" of everything that must agree beyond operation, module and
-  /// sequence number. Raises CommunicationError on every rank where anything differs.
+  /// Sums the payload over all ranks. `details` are "field=value;" of everything that must agree
+  /// beyond operation, module and sequence number. Raises CommunicationError on every rank where
+  /// anything differs.
   void exchange(const std::string& details);
 
   static constexpr int64_t kTagWords = 2;

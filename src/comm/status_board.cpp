@@ -26,15 +26,18 @@ StatusBoard::StatusBoard() {
   int world_rank = 0;
   int size = 0;
   check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &world_rank), "MPI_Comm_rank");
-  check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &node), "MPI_Comm_split_type");
+  check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &node),
+            "MPI_Comm_split_type");
   check_mpi(MPI_Comm_size(node, &size), "MPI_Comm_size");
   void* base = nullptr;
-  check_mpi(MPI_Win_allocate_shared(sizeof(Rank), 1, MPI_INFO_NULL, node, &base, &window_), "MPI_Win_allocate_shared");
+  check_mpi(MPI_Win_allocate_shared(sizeof(Rank), 1, MPI_INFO_NULL, node, &base, &window_),
+            "MPI_Win_allocate_shared");
   mine_ = new (base) Rank();
   mine_->phase = static_cast<int>(Phase::running);
   for (auto& line : mine_->lines) line.uid = 0;
   world_ranks_.resize(size);
-  check_mpi(MPI_Allgather(&world_rank, 1, MPI_INT, world_ranks_.data(), 1, MPI_INT, node), "MPI_Allgather");
+  check_mpi(MPI_Allgather(&world_rank, 1, MPI_INT, world_ranks_.data(), 1, MPI_INT, node),
+            "MPI_Allgather");
   for (int r = 0; r < size; ++r) {
     MPI_Aint bytes = 0;
     int unit = 0;
@@ -54,6 +57,7 @@ void StatusBoard::release() {
 int StatusBoard::open_line(uint64_t uid) {
   const int line = opened_++ % kLines;
   mine_->lines[line].next_sequence = 0;
+  mine_->lines[line].failed_sequence = 0;
   mine_->lines[line].inside = false;
   mine_->lines[line].uid = uid;
   return line;
@@ -75,6 +79,10 @@ void StatusBoard::enter(int line, uint64_t uid, uint64_t sequence, const std::st
 void StatusBoard::leave(int line) {
   mine_->lines[line].since = MPI_Wtime();
   mine_->lines[line].inside = false;
+}
+
+void StatusBoard::fail(int line, uint64_t sequence) {
+  mine_->lines[line].failed_sequence = sequence + 1;
 }
 
 void StatusBoard::set_phase(Phase phase) { mine_->phase = static_cast<int>(phase); }
@@ -104,20 +112,24 @@ std::string StatusBoard::text_of(const Line& line) {
   return "an operation it is just entering";
 }
 
-bool StatusBoard::will_never_enter(int rank, uint64_t uid, uint64_t sequence) const {
+StatusBoard::Fate StatusBoard::fate(int rank, uint64_t uid, uint64_t sequence) const {
   const Rank* entry = find(rank);
-  if (entry == nullptr || entry->phase == static_cast<int>(Phase::running)) return false;
+  if (entry == nullptr) return Fate::running;
   const Line* line = find_line(*entry, uid);
-  return line == nullptr || line->next_sequence <= sequence;
+  if (line != nullptr && line->failed_sequence == sequence + 1) return Fate::failed;
+  if (entry->phase == static_cast<int>(Phase::running)) return Fate::running;
+  return line == nullptr || line->next_sequence <= sequence ? Fate::ended : Fate::running;
 }
 
-std::string StatusBoard::describe(int rank, const std::string& label, uint64_t uid, uint64_t sequence) const {
+std::string StatusBoard::describe(int rank, const std::string& label, uint64_t uid,
+                                  uint64_t sequence) const {
   const Rank* entry = find(rank);
   if (entry == nullptr) return label + " is on another node: see its own report";
   const Line* own = find_line(*entry, uid);
   if (own != nullptr && own->next_sequence > sequence) return "";
   std::string text = label + " has not entered it";
-  if (entry->phase == static_cast<int>(Phase::finalizing)) return text + ": it has left its main program";
+  if (entry->phase == static_cast<int>(Phase::finalizing))
+    return text + ": it has left its main program";
   if (entry->phase == static_cast<int>(Phase::failed)) return text + ": it has failed";
   const Line* latest = nullptr;
   for (const auto& line : entry->lines)

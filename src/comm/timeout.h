@@ -5,7 +5,8 @@ namespace syncnorm {
 /// Seconds a rank waits for the others in one operation: SYNCNORM_TIMEOUT, default 600.
 double timeout_seconds();
 
-/// This process gave up waiting for an operation that is still pending: MPI can no longer be finalized in order.
+/// This process gave up waiting for an operation that is still pending: MPI can no longer be
+/// finalized in order.
 void note_abandoned_operation();
 bool operation_abandoned();
 

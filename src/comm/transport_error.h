@@ -4,7 +4,8 @@
 
 namespace syncnorm {
 
-/// The transport returned an error code, most often because the ranks brought different sizes or operations.
+/// The transport returned an error code, most often because the ranks brought different sizes or
+/// operations.
 class TransportError : public CommunicationError {
  public:
   using CommunicationError::CommunicationError;

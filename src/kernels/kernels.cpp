@@ -9,7 +9,8 @@ const KernelSet& kernels_for(c10::Device device) {
   static const bool reference = [] {
     const char* text = std::getenv("SYNCNORM_KERNELS");
     const std::string choice = text == nullptr ? "" : text;
-    TORCH_CHECK(choice.empty() || choice == "reference", "SYNCNORM_KERNELS must be 'reference' or unset, got '", choice, "'");
+    TORCH_CHECK(choice.empty() || choice == "reference",
+                "SYNCNORM_KERNELS must be 'reference' or unset, got '", choice, "'");
     return choice == "reference";
   }();
   if (reference) return reference_kernels();

@@ -13,17 +13,19 @@ namespace {
 
 bool is_half(torch::ScalarType dtype) { return dtype == torch::kHalf || dtype == torch::kBFloat16; }
 
-void check_per_channel(const torch::Tensor& values, const char* what, int64_t channels, const torch::Tensor& input,
-                       const std::string& name) {
+void check_per_channel(const torch::Tensor& values, const char* what, int64_t channels,
+                       const torch::Tensor& input, const std::string& name) {
   if (!values.defined()) return;
-  TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) == channels, name, ": ", what, " must have shape [", channels,
-                    "], got ", values.sizes());
-  TORCH_CHECK(values.device() == input.device(), name, ": input is on ", input.device(), " but ", what, " on ",
-              values.device());
+  TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) == channels, name, ": ", what,
+                    " must have shape [", channels, "], got ", values.sizes());
+  TORCH_CHECK(values.device() == input.device(), name, ": input is on ", input.device(), " but ",
+              what, " on ", values.device());
 }
 
-/// A center near the mean keeps digits; the running mean is near it on most steps and equal on all ranks.
-torch::Tensor choose_center(const BatchNormArguments& arguments, int64_t channels, const torch::Tensor& like) {
+/// A center near the mean keeps digits; the running mean is near it on most steps and equal on all
+/// ranks.
+torch::Tensor choose_center(const BatchNormArguments& arguments, int64_t channels,
+                            const torch::Tensor& like) {
   const auto options = like.options().dtype(torch::kDouble);
   if (!arguments.running_mean.defined()) return torch::zeros({channels}, options);
   return arguments.running_mean.detach().to(torch::kDouble).nan_to_num(0, 0, 0);
@@ -32,7 +34,8 @@ torch::Tensor choose_center(const BatchNormArguments& arguments, int64_t channel
 void update_running_statistics(const BatchNormArguments& arguments, const Moments& moments) {
   const torch::NoGradGuard no_grad;
   const auto blend = [&](const torch::Tensor& running, const torch::Tensor& latest) {
-    running.copy_(running.to(torch::kDouble) * (1 - arguments.momentum) + latest * arguments.momentum);
+    running.copy_(running.to(torch::kDouble) * (1 - arguments.momentum) +
+                  latest * arguments.momentum);
   };
   if (arguments.running_mean.defined()) blend(arguments.running_mean, moments.mean);
   if (arguments.running_var.defined())
@@ -43,17 +46,22 @@ thread_local bool running_stats_frozen = false;
 
 }  // namespace
 
-FreezeRunningStatsGuard::FreezeRunningStatsGuard() : previous_(std::exchange(running_stats_frozen, true)) {}
+FreezeRunningStatsGuard::FreezeRunningStatsGuard()
+    : previous_(std::exchange(running_stats_frozen, true)) {}
 FreezeRunningStatsGuard::~FreezeRunningStatsGuard() { running_stats_frozen = previous_; }
 bool FreezeRunningStatsGuard::active() { return running_stats_frozen; }
 
-void check_batch_norm_input(const torch::Tensor& input, int64_t channels, const BatchNormArguments& arguments) {
+void check_batch_norm_input(const torch::Tensor& input, int64_t channels,
+                            const BatchNormArguments& arguments) {
   const auto& name = arguments.name;
   TORCH_CHECK_VALUE(input.defined(), name, ": the input is undefined");
   TORCH_CHECK_VALUE(input.dim() >= 2 && input.dim() <= 5, name,
-                    ": expected input [N, C], [N, C, L], [N, C, H, W] or [N, C, D, H, W], got ", input.sizes());
-  TORCH_CHECK_VALUE(input.size(1) == channels, name, ": expected ", channels, " channels, got input ", input.sizes());
-  TORCH_CHECK(input.layout() == torch::kStrided, name, ": expected a dense input, got layout ", input.layout());
+                    ": expected input [N, C], [N, C, L], [N, C, H, W] or [N, C, D, H, W], got ",
+                    input.sizes());
+  TORCH_CHECK_VALUE(input.size(1) == channels, name, ": expected ", channels,
+                    " channels, got input ", input.sizes());
+  TORCH_CHECK(input.layout() == torch::kStrided, name, ": expected a dense input, got layout ",
+              input.layout());
   const auto dtype = input.scalar_type();
   TORCH_CHECK_TYPE(dtype == torch::kDouble || dtype == torch::kFloat || is_half(dtype), name,
                    ": input must be double, float, half or bfloat16, got ", dtype);
@@ -68,7 +76,8 @@ void check_batch_norm_input(const torch::Tensor& input, int64_t channels, const 
                      "; they must match, or be float for half and bfloat16 input");
 }
 
-std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input, const BatchNormArguments& arguments) {
+std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input,
+                                                      const BatchNormArguments& arguments) {
   auto call = c10::make_intrusive<NormCall>();
   call->comm = communicator_or_world(arguments.comm, arguments.name);
   call->module = arguments.name;
@@ -85,24 +94,30 @@ std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input
   Moments moments;
   {
     const torch::NoGradGuard no_grad;
-    moments = exchange_moments(local.data, local.layout, choose_center(arguments, input.size(1), input), request);
+    moments = exchange_moments(local.data, local.layout,
+                               choose_center(arguments, input.size(1), input), request);
   }
-  TORCH_CHECK_VALUE(moments.count != 1, arguments.name,
-                    ": expected more than 1 value per channel over all ranks when training, got input ", input.sizes(),
-                    " on rank ", call->comm->rank());
+  TORCH_CHECK_VALUE(
+      moments.count != 1, arguments.name,
+      ": expected more than 1 value per channel over all ranks when training, got input ",
+      input.sizes(), " on rank ", call->comm->rank());
   if (moments.count > 0 && arguments.update_running) update_running_statistics(arguments, moments);
   call->count = moments.count;
   call->reduce_backward = moments.ranks_wanting_gradient > 0;
   return {apply_norm(input, arguments.weight, arguments.bias, moments, call), moments.count};
 }
 
-torch::Tensor normalize_with_running(const torch::Tensor& input, const BatchNormArguments& arguments) {
-  return torch::batch_norm(input, arguments.weight, arguments.bias, arguments.running_mean, arguments.running_var,
-                           /*training=*/false, /*momentum=*/0, arguments.eps, /*cudnn_enabled=*/false);
+torch::Tensor normalize_with_running(const torch::Tensor& input,
+                                     const BatchNormArguments& arguments) {
+  return torch::batch_norm(
+      input, arguments.weight, arguments.bias, arguments.running_mean, arguments.running_var,
+      /*training=*/false, /*momentum=*/0, arguments.eps, /*cudnn_enabled=*/false);
 }
 
-torch::Tensor functional::sync_batch_norm(const torch::Tensor& input, const torch::Tensor& running_mean,
-                                          const torch::Tensor& running_var, const SyncBatchNormFuncOptions& options) {
+torch::Tensor functional::sync_batch_norm(const torch::Tensor& input,
+                                          const torch::Tensor& running_mean,
+                                          const torch::Tensor& running_var,
+                                          const SyncBatchNormFuncOptions& options) {
   TORCH_CHECK_VALUE(running_mean.defined() == running_var.defined(), options.name(),
                     ": give both running_mean and running_var, or neither");
   BatchNormArguments arguments;
@@ -116,7 +131,8 @@ torch::Tensor functional::sync_batch_norm(const torch::Tensor& input, const torc
   arguments.comm = options.communicator();
   arguments.name = options.name();
   check_batch_norm_input(input, input.defined() && input.dim() > 1 ? input.size(1) : 0, arguments);
-  if (!options.training() && running_mean.defined()) return normalize_with_running(input, arguments);
+  if (!options.training() && running_mean.defined())
+    return normalize_with_running(input, arguments);
   return normalize_with_batch(input, arguments).first;
 }
 

@@ -22,13 +22,18 @@ struct BatchNormArguments {
   std::string name;
 };
 
-/// Raises c10::Error unless `input` is what batch norm over `channels` channels takes, with parameters and buffers to match.
-void check_batch_norm_input(const torch::Tensor& input, int64_t channels, const BatchNormArguments& arguments);
+/// Raises c10::Error unless `input` is what batch norm over `channels` channels takes, with
+/// parameters and buffers to match.
+void check_batch_norm_input(const torch::Tensor& input, int64_t channels,
+                            const BatchNormArguments& arguments);
 
-/// Normalises with the statistics of all ranks' batches; one collective. Returns the output and the values a channel.
-std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input, const BatchNormArguments& arguments);
+/// Normalises with the statistics of all ranks' batches; one collective. Returns the output and the
+/// values a channel.
+std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input,
+                                                      const BatchNormArguments& arguments);
 
 /// Normalises with the running statistics; no collective.
-torch::Tensor normalize_with_running(const torch::Tensor& input, const BatchNormArguments& arguments);
+torch::Tensor normalize_with_running(const torch::Tensor& input,
+                                     const BatchNormArguments& arguments);
 
 }  // namespace syncnorm

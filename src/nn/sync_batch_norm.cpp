@@ -14,7 +14,9 @@ std::string next_default_name() {
   return "SyncBatchNorm-" + std::to_string(++made);
 }
 
-int dims_of(const torch::Tensor& input) { return std::max<int>(1, static_cast<int>(input.dim()) - 2); }
+int dims_of(const torch::Tensor& input) {
+  return std::max<int>(1, static_cast<int>(input.dim()) - 2);
+}
 
 }  // namespace
 
@@ -24,14 +26,18 @@ SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_)
 }
 
 void SyncBatchNormImpl::reset() {
-  TORCH_CHECK_VALUE(options.num_features() > 0, "SyncBatchNorm: num_features must be positive, got ", options.num_features());
+  TORCH_CHECK_VALUE(options.num_features() > 0,
+                    "SyncBatchNorm: num_features must be positive, got ", options.num_features());
   const auto channels = options.num_features();
-  weight = register_parameter("weight", options.affine() ? torch::empty({channels}) : torch::Tensor());
+  weight =
+      register_parameter("weight", options.affine() ? torch::empty({channels}) : torch::Tensor());
   bias = register_parameter("bias", options.affine() ? torch::empty({channels}) : torch::Tensor());
   const bool track = options.track_running_stats();
-  running_mean = register_buffer("running_mean", track ? torch::zeros({channels}) : torch::Tensor());
+  running_mean =
+      register_buffer("running_mean", track ? torch::zeros({channels}) : torch::Tensor());
   running_var = register_buffer("running_var", track ? torch::ones({channels}) : torch::Tensor());
-  num_batches_tracked = register_buffer("num_batches_tracked", track ? torch::tensor(0, torch::kLong) : torch::Tensor());
+  num_batches_tracked = register_buffer("num_batches_tracked",
+                                        track ? torch::tensor(0, torch::kLong) : torch::Tensor());
   reset_parameters();
 }
 
@@ -55,9 +61,10 @@ const std::string& SyncBatchNormImpl::display_name() const {
 
 torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
   const auto& momentum = options.momentum();
-  TORCH_CHECK_VALUE(options.eps() >= 0 && std::isfinite(options.eps()), display_name(), ": eps must be finite and not negative, got ",
-                    options.eps());
-  TORCH_CHECK_VALUE(!momentum || (*momentum >= 0 && *momentum <= 1), display_name(), ": momentum must be in [0, 1] or absent");
+  TORCH_CHECK_VALUE(options.eps() >= 0 && std::isfinite(options.eps()), display_name(),
+                    ": eps must be finite and not negative, got ", options.eps());
+  TORCH_CHECK_VALUE(!momentum || (*momentum >= 0 && *momentum <= 1), display_name(),
+                    ": momentum must be in [0, 1] or absent");
   BatchNormArguments arguments;
   arguments.weight = weight;
   arguments.bias = bias;
@@ -70,22 +77,26 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
   batch_norm_dims = batch_norm_dims == 0 ? dims_of(input) : batch_norm_dims;
   if (!is_training() && running_mean.defined()) return normalize_with_running(input, arguments);
 
-  arguments.update_running = is_training() && running_mean.defined() && !FreezeRunningStatsGuard::active();
+  arguments.update_running =
+      is_training() && running_mean.defined() && !FreezeRunningStatsGuard::active();
   if (arguments.update_running)
-    arguments.momentum = momentum.value_or(1.0 / static_cast<double>(num_batches_tracked.item<int64_t>() + 1));
+    arguments.momentum =
+        momentum.value_or(1.0 / static_cast<double>(num_batches_tracked.item<int64_t>() + 1));
   auto [output, count] = normalize_with_batch(input, arguments);
   if (arguments.update_running && count > 0) num_batches_tracked.add_(1);
   return output;
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
-  stream << std::boolalpha << "SyncBatchNorm(" << options.num_features() << ", eps=" << options.eps() << ", momentum=";
+  stream << std::boolalpha << "SyncBatchNorm(" << options.num_features()
+         << ", eps=" << options.eps() << ", momentum=";
   if (options.momentum()) {
     stream << *options.momentum();
   } else {
     stream << "cumulative average";
   }
-  stream << ", affine=" << options.affine() << ", track_running_stats=" << options.track_running_stats() << ")";
+  stream << ", affine=" << options.affine()
+         << ", track_running_stats=" << options.track_running_stats() << ")";
 }
 
 }  // namespace syncnorm

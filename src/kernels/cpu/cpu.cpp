@@ -12,19 +12,24 @@ namespace {
 // A task's share: enough work to outweigh starting it.
 constexpr int64_t kGrain = 32 * 1024;
 
-// Elements summed between two roundings to the shared partials, fixed so that results do not depend on the thread count.
+// Elements summed between two roundings to the shared partials, fixed so that results do not depend
+// on the thread count.
 constexpr int64_t kBlock = 64 * 1024;
 
-int64_t grain_of_runs(int64_t inner) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(inner, 1)); }
+int64_t grain_of_runs(int64_t inner) {
+  return std::max<int64_t>(1, kGrain / std::max<int64_t>(inner, 1));
+}
 
-/// Runs `sum(offset, center) -> loops::Sums` over every (outer, slot) run and adds the runs of a slot in order.
+/// Runs `sum(offset, center) -> loops::Sums` over every (outer, slot) run and adds the runs of a
+/// slot in order.
 template <typename F>
 at::Tensor sum_runs(const SlotLayout& layout, const at::Tensor& center, F&& sum) {
   const int64_t runs = layout.outer * layout.slots;
   std::vector<loops::Sums> partial(runs);
   const auto* centers = center.const_data_ptr<double>();
   at::parallel_for(0, runs, grain_of_runs(layout.inner), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) partial[r] = sum(r * layout.inner, centers[r % layout.slots]);
+    for (int64_t r = begin; r < end; ++r)
+      partial[r] = sum(r * layout.inner, centers[r % layout.slots]);
   });
   auto result = at::zeros({2, layout.slots}, at::kDouble);
   auto* first = result.data_ptr<double>();
@@ -46,7 +51,8 @@ at::Tensor sum_rows(const SlotLayout& layout, F&& sum) {
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       auto* first = sums + b * 2 * layout.slots;
-      sum(b * rows_each, std::min(rows_each, layout.outer - b * rows_each), first, first + layout.slots);
+      sum(b * rows_each, std::min(rows_each, layout.outer - b * rows_each), first,
+          first + layout.slots);
     }
   });
   return blocks == 1 ? partial[0] : partial.sum(0);
@@ -54,9 +60,10 @@ at::Tensor sum_rows(const SlotLayout& layout, F&& sum) {
 
 template <typename F>
 void for_runs(const SlotLayout& layout, F&& body) {
-  at::parallel_for(0, layout.outer * layout.slots, grain_of_runs(layout.inner), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) body(r * layout.inner, r % layout.slots);
-  });
+  at::parallel_for(0, layout.outer * layout.slots, grain_of_runs(layout.inner),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t r = begin; r < end; ++r) body(r * layout.inner, r % layout.slots);
+                   });
 }
 
 template <typename F>
@@ -74,7 +81,8 @@ void dispatch(const at::Tensor& x, F&& body) {
 
 class CpuKernels final : public KernelSet {
  public:
-  at::Tensor moments(const at::Tensor& x, const SlotLayout& layout, const at::Tensor& center) const override {
+  at::Tensor moments(const at::Tensor& x, const SlotLayout& layout,
+                     const at::Tensor& center) const override {
     at::Tensor result;
     dispatch(x, [&](auto zero) {
       using T = decltype(zero);
@@ -82,11 +90,13 @@ class CpuKernels final : public KernelSet {
       if (layout.inner == 1) {
         const auto* centers = center.const_data_ptr<double>();
         result = sum_rows(layout, [&](int64_t row, int64_t rows, double* first, double* second) {
-          loops::moments_rows(data + row * layout.slots, rows, layout.slots, centers, first, second);
+          loops::moments_rows(data + row * layout.slots, rows, layout.slots, centers, first,
+                              second);
         });
       } else {
-        result = sum_runs(layout, center,
-                          [&](int64_t at, double c) { return loops::moments(data + at, layout.inner, c); });
+        result = sum_runs(layout, center, [&](int64_t at, double c) {
+          return loops::moments(data + at, layout.inner, c);
+        });
       }
     });
     return result;
@@ -103,7 +113,8 @@ class CpuKernels final : public KernelSet {
         const auto* centers = center.const_data_ptr<double>();
         result = sum_rows(layout, [&](int64_t row, int64_t rows, double* first, double* second) {
           const int64_t at = row * layout.slots;
-          loops::backward_sums_rows(data + at, gradient + at, rows, layout.slots, centers, first, second);
+          loops::backward_sums_rows(data + at, gradient + at, rows, layout.slots, centers, first,
+                                    second);
         });
       } else {
         result = sum_runs(layout, center, [&](int64_t at, double c) {
@@ -123,7 +134,9 @@ class CpuKernels final : public KernelSet {
       auto* to = y.data_ptr<T>();
       const int64_t n = layout.slots;
       if (layout.inner == 1) {
-        for_rows(layout, [&](int64_t at, int64_t rows) { loops::apply_rows(from + at, rows, n, k, to + at); });
+        for_rows(layout, [&](int64_t at, int64_t rows) {
+          loops::apply_rows(from + at, rows, n, k, to + at);
+        });
       } else {
         for_runs(layout, [&](int64_t at, int64_t s) {
           loops::apply(from + at, layout.inner, k[s], k[n + s], k[2 * n + s], to + at);
@@ -147,7 +160,8 @@ class CpuKernels final : public KernelSet {
         });
       } else {
         for_runs(layout, [&](int64_t at, int64_t s) {
-          loops::backward_apply(from + at, gradient + at, layout.inner, k[s], k[n + s], k[2 * n + s], k[3 * n + s], to + at);
+          loops::backward_apply(from + at, gradient + at, layout.inner, k[s], k[n + s],
+                                k[2 * n + s], k[3 * n + s], to + at);
         });
       }
     });

@@ -16,7 +16,8 @@ at::Tensor per_slot(const at::Tensor& values) { return values.view({1, -1, 1}); 
 
 class ReferenceKernels final : public KernelSet {
  public:
-  at::Tensor moments(const at::Tensor& x, const SlotLayout& layout, const at::Tensor& center) const override {
+  at::Tensor moments(const at::Tensor& x, const SlotLayout& layout,
+                     const at::Tensor& center) const override {
     const auto shifted = as_slots(x, layout).to(at::kDouble) - per_slot(center);
     return at::stack({shifted.sum(kAllButSlots), (shifted * shifted).sum(kAllButSlots)});
   }
@@ -31,14 +32,16 @@ class ReferenceKernels final : public KernelSet {
   void apply(const at::Tensor& x, const SlotLayout& layout, const at::Tensor& coefficients,
              const at::Tensor& y) const override {
     const auto& k = coefficients;
-    as_slots(y, layout).copy_((as_slots(x, layout) - per_slot(k[0])) * per_slot(k[1]) + per_slot(k[2]));
+    as_slots(y, layout).copy_((as_slots(x, layout) - per_slot(k[0])) * per_slot(k[1]) +
+                              per_slot(k[2]));
   }
 
   void backward_apply(const at::Tensor& x, const at::Tensor& dy, const SlotLayout& layout,
                       const at::Tensor& coefficients, const at::Tensor& dx) const override {
     const auto& k = coefficients;
-    as_slots(dx, layout).copy_(as_slots(dy, layout) * per_slot(k[1]) +
-                               (as_slots(x, layout) - per_slot(k[0])) * per_slot(k[2]) + per_slot(k[3]));
+    as_slots(dx, layout)
+        .copy_(as_slots(dy, layout) * per_slot(k[1]) +
+               (as_slots(x, layout) - per_slot(k[0])) * per_slot(k[2]) + per_slot(k[3]));
   }
 };
 
