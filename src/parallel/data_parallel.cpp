@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
+#include <sstream>
 #include <unordered_set>
 
 #include "parallel/coalesce.h"
@@ -76,16 +77,46 @@ struct DataParallelReducer::State {
   std::unique_ptr<c10d::Reducer> reducer;
   bool sync = true;
 
+  // Names of the Reducer's parameters, by its index.
+  std::vector<std::string> names;
+
   bool reduces() const { return sync && reducer != nullptr && torch::GradMode::is_enabled(); }
   void make_reducer(const NamedTensors& parameters);
+  std::string names_in(const std::string& message) const;
+
+  /// Calls `body`; adds names to a complaint of the Reducer, which knows parameters by number.
+  template <typename Body>
+  void with_names(Body body) const {
+    try {
+      body();
+    } catch (const c10::Error& error) {
+      const std::string message = error.what_without_backtrace();
+      TORCH_CHECK(false, message, names_in(message));
+    }
+  }
 };
+
+/// " By name: a, b" for the numbers after the words in which the Reducer lists them; "" where it does not.
+std::string DataParallelReducer::State::names_in(const std::string& message) const {
+  const auto words = message.find("did not receive grad for rank");
+  if (words == std::string::npos) return "";
+  const auto colon = message.find(':', words);
+  if (colon == std::string::npos) return "";
+  std::istringstream numbers(message.substr(colon + 1));
+  std::string text;
+  for (size_t index = 0; numbers >> index && index < names.size();) {
+    text += (text.empty() ? " By name: " : ", ") + names[index];
+  }
+  return text;
+}
 
 void DataParallelReducer::State::make_reducer(const NamedTensors& parameters) {
   std::vector<torch::Tensor> params;
-  std::unordered_map<size_t, std::string> names;
+  std::unordered_map<size_t, std::string> names_by_index;
   for (const auto& [name, parameter] : parameters) {
     if (!parameter.requires_grad()) continue;
-    names[params.size()] = name;
+    names_by_index[params.size()] = name;
+    names.push_back(name);
     params.push_back(parameter);
   }
   if (params.empty()) return;
@@ -99,7 +130,7 @@ void DataParallelReducer::State::make_reducer(const NamedTensors& parameters) {
   group = as_process_group(comm);
   reducer = std::make_unique<c10d::Reducer>(
       params, std::move(buckets), group, dense, cap, options.find_unused_parameters(),
-      options.gradient_as_bucket_view(), std::move(names), first_cap,
+      options.gradient_as_bucket_view(), std::move(names_by_index), first_cap,
       /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
       /*bucket_bytes_cap_list=*/std::vector<int64_t>{});
 }
@@ -132,8 +163,10 @@ DataParallelReducer::~DataParallelReducer() = default;
 
 void DataParallelReducer::before_forward() {
   if (state_->reduces()) {
-    state_->reducer->prepare_for_forward();
-    state_->reducer->rebuild_buckets();
+    state_->with_names([&] {
+      state_->reducer->prepare_for_forward();
+      state_->reducer->rebuild_buckets();
+    });
   }
   const bool training = state_->sync && torch::GradMode::is_enabled() && state_->module->is_training();
   if (training && !state_->buffers.empty()) {
@@ -144,9 +177,10 @@ void DataParallelReducer::before_forward() {
 void DataParallelReducer::after_forward(const std::vector<torch::Tensor>& outputs) {
   if (!state_->reduces()) return;
   // The outputs tell which parameters the backward pass will reach; without them all are expected.
-  state_->reducer->prepare_for_backward(state_->options.find_unused_parameters()
-                                            ? outputs
-                                            : std::vector<torch::Tensor>());
+  const bool search = state_->options.find_unused_parameters();
+  state_->with_names([&] {
+    state_->reducer->prepare_for_backward(search ? outputs : std::vector<torch::Tensor>());
+  });
 }
 
 bool DataParallelReducer::set_sync(bool enabled) { return std::exchange(state_->sync, enabled); }

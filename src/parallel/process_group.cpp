@@ -176,10 +176,8 @@ class CommunicatorBackend final : public c10d::Backend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& /*opts*/) override {
-    // ProcessGroup::splitGroup asks once for each device type, and one backend serves them all.
-    if (store != nullptr && store == split_store_) {
-      if (auto known = split_result_.lock()) return known;
-    }
+    // ProcessGroup::splitGroup asks once for each device type, and one backend (or none) serves them all.
+    if (store != nullptr && store == split_store_) return split_result_.lock();
     const auto position = std::find(ranks.begin(), ranks.end(), getRank());
     const bool member = position != ranks.end();
     const int color = member ? *std::min_element(ranks.begin(), ranks.end()) : -1;
@@ -188,9 +186,8 @@ class CommunicatorBackend final : public c10d::Backend {
     push(OpType::UNKNOWN, {}, {},
          [&](Communicator& comm) { part = comm.split(color, key); })
         ->wait();
-    if (!member) return nullptr;
-    c10::intrusive_ptr<Backend> backend =
-        c10::make_intrusive<CommunicatorBackend>(std::move(part));
+    c10::intrusive_ptr<Backend> backend;
+    if (member) backend = c10::make_intrusive<CommunicatorBackend>(std::move(part));
     split_store_ = store;
     split_result_ = backend;
     return backend;
