@@ -180,12 +180,12 @@ struct TwicePresentImpl : nn::Module {
 TEST(Convert, SharedModulesStayShared) {
   const auto net = std::make_shared<TwicePresentImpl>();
   convert_sync_batchnorm(net, self_communicator());
-  const auto one = net->left->ptr(0);
+  const auto* one = net->left->ptr(0).get();
   ASSERT_NE(one->as<SyncBatchNorm>(), nullptr);
-  EXPECT_EQ(net->left->ptr(1), one);
-  EXPECT_EQ(net->right->ptr(0), one);
-  EXPECT_EQ(net->named_children()["direct"], one);
-  EXPECT_EQ(net->left->named_children()["1"], one);
+  EXPECT_EQ(net->left->ptr(1).get(), one);
+  EXPECT_EQ(net->right->ptr(0).get(), one);
+  EXPECT_EQ(net->named_children()["direct"].get(), one);
+  EXPECT_EQ(net->left->named_children()["1"].get(), one);
   revert_sync_batchnorm(net);
   EXPECT_NE(net->left->ptr(0)->as<nn::BatchNorm2d>(), nullptr);
   EXPECT_EQ(net->left->ptr(0), net->named_children()["direct"]);

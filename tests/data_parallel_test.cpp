@@ -284,13 +284,13 @@ TEST(DistributedDataParallel, DifferentModulesAreAnErrorThatNamesTheParameterOnE
     EXPECT_NE(message.find("rank " + std::to_string(world->size() - 1)), std::string::npos) << message;
     EXPECT_EQ(message.find("BROADCAST"), std::string::npos);
   };
-  expect(nn::Sequential(nn::Linear(3, 4), nn::Linear(4, odd ? 5 : 6)), "parameter '1.weight' float [6, 4]");
+  expect(nn::Sequential(nn::Linear(3, 4), nn::Linear(4, odd ? 5 : 6)), "parameter '1.weight' Float [6, 4]");
   nn::Sequential longer(nn::Linear(3, 4));
   if (odd) longer->push_back(nn::BatchNorm1d(4));
   expect(longer, "parameter '1.weight'");
   nn::Sequential typed(nn::Linear(3, 4));
   if (odd) make_double(*typed);
-  expect(typed, "'0.weight' double");
+  expect(typed, "'0.weight' Double");
   nn::Sequential frozen(nn::Linear(3, 4));
   frozen->ptr(0)->as<nn::Linear>()->bias.set_requires_grad(!odd);
   expect(frozen, "parameter '0.bias'");

@@ -224,7 +224,7 @@ TEST(Trajectory, CheckpointedBlockCountsEachBatchOnce) {
     }
     const FreezeRunningStatsGuard recomputing;
     const auto again = checkpointed->forward(x);
-    EXPECT_TRUE(torch::equal(y, again));
+    EXPECT_LT(relative_difference(y, again), 1e-12);
     again.square().sum().backward();
   }
   const auto buffers = plain->named_buffers();

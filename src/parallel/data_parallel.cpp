@@ -1,5 +1,6 @@
 #include "syncnorm/data_parallel.h"
 
+#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
@@ -74,7 +75,9 @@ struct DataParallelReducer::State {
   std::vector<torch::Tensor> buffers;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   // Null where no parameter wants a gradient.
-  std::unique_ptr<c10d::Reducer> reducer;
+  std::shared_ptr<c10d::Reducer> reducer;
+  // The Reducer searches for unused parameters only with a living logger.
+  std::shared_ptr<c10d::Logger> logger;
   bool sync = true;
 
   // Names of the Reducer's parameters, by its index.
@@ -128,11 +131,13 @@ void DataParallelReducer::State::make_reducer(const NamedTensors& parameters) {
   // Gradients come in about the reverse of the order of registration; the Reducer adopts the true one after a step.
   std::reverse(buckets.begin(), buckets.end());
   group = as_process_group(comm);
-  reducer = std::make_unique<c10d::Reducer>(
+  reducer = std::make_shared<c10d::Reducer>(
       params, std::move(buckets), group, dense, cap, options.find_unused_parameters(),
       options.gradient_as_bucket_view(), std::move(names_by_index), first_cap,
       /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
       /*bucket_bytes_cap_list=*/std::vector<int64_t>{});
+  logger = std::make_shared<c10d::Logger>(reducer);
+  reducer->set_logger(logger);
 }
 
 DataParallelReducer::DataParallelReducer(std::shared_ptr<Module> module,
