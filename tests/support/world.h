@@ -12,8 +12,7 @@
 
 namespace syncnorm::testing {
 
-/// All ranks of the test job, over a duplicate of its own: counters start at zero, and a failure
-/// stays in the test.
+/// All ranks of the test job, over a duplicate of its own: counters start at zero, and a failure stays in the test.
 inline std::shared_ptr<Communicator> new_world() { return mpi_communicator(MPI_COMM_WORLD); }
 
 inline std::vector<int64_t> ones(int count) { return std::vector<int64_t>(count, 1); }
@@ -36,8 +35,7 @@ inline double relative_difference(const torch::Tensor& a, const torch::Tensor& b
   return ((x - y).abs().max() / y.abs().max().clamp_min(1)).item<double>();
 }
 
-/// The message of the exception of type `E` that `body` throws; a test failure where it throws
-/// none.
+/// The message of the exception of type `E` that `body` throws; a test failure where it throws none.
 template <typename E, typename F>
 std::string message_of(F&& body) {
   try {
