@@ -22,8 +22,10 @@ std::vector<std::string> paths_of(const nn::Module& module) {
 
 std::vector<const c10::TensorImpl*> identities(const nn::Module& module) {
   std::vector<const c10::TensorImpl*> result;
-  for (const auto& item : module.named_parameters()) result.push_back(item.value().unsafeGetTensorImpl());
-  for (const auto& item : module.named_buffers()) result.push_back(item.value().unsafeGetTensorImpl());
+  for (const auto& item : module.named_parameters())
+    result.push_back(item.value().unsafeGetTensorImpl());
+  for (const auto& item : module.named_buffers())
+    result.push_back(item.value().unsafeGetTensorImpl());
   return result;
 }
 
@@ -41,13 +43,16 @@ struct NetImpl : nn::Module {
                                                   nn::BatchNorm2d(4), nn::ReLU()));
     blocks = register_module("blocks", nn::ModuleList());
     for (int i = 0; i < 2; ++i) {
-      blocks->push_back(nn::Sequential({{"norm", nn::BatchNorm2d(nn::BatchNorm2dOptions(4).eps(1e-3))},
-                                        {"conv", nn::Conv2d(nn::Conv2dOptions(4, 4, 1))}}));
+      blocks->push_back(
+          nn::Sequential({{"norm", nn::BatchNorm2d(nn::BatchNorm2dOptions(4).eps(1e-3))},
+                          {"conv", nn::Conv2d(nn::Conv2dOptions(4, 4, 1))}}));
     }
     blocks->push_back(nn::BatchNorm2d(nn::BatchNorm2dOptions(4).momentum(std::nullopt)));
     const std::vector<std::pair<std::string, std::shared_ptr<nn::Module>>> entries{
         {"plain", std::make_shared<nn::BatchNorm1dImpl>(nn::BatchNorm1dOptions(4).affine(false))},
-        {"deep", nn::Sequential(nn::BatchNorm1d(nn::BatchNorm1dOptions(4).track_running_stats(false))).ptr()}};
+        {"deep",
+         nn::Sequential(nn::BatchNorm1d(nn::BatchNorm1dOptions(4).track_running_stats(false)))
+             .ptr()}};
     heads = register_module("heads", nn::ModuleDict(entries));
   }
 
@@ -77,8 +82,8 @@ TEST(Convert, ReachesEveryContainerAndKeepsTensorsNamesAndOptions) {
   const auto names = keys(*net);
   const auto root = convert_sync_batchnorm(net.ptr(), self_communicator());
   EXPECT_EQ(root, net.ptr());
-  const std::vector<std::string> expected{"stem.1", "blocks.0.norm", "blocks.1.norm",
-                                          "blocks.2", "heads.plain", "heads.deep.0"};
+  const std::vector<std::string> expected{"stem.1",   "blocks.0.norm", "blocks.1.norm",
+                                          "blocks.2", "heads.plain",   "heads.deep.0"};
   EXPECT_EQ(paths_of<SyncBatchNormImpl>(*net), expected);
   EXPECT_TRUE(paths_of<nn::BatchNorm2dImpl>(*net).empty());
   EXPECT_EQ(identities(*net), before) << "an optimizer would go on updating the old tensors";
@@ -92,7 +97,11 @@ TEST(Convert, ReachesEveryContainerAndKeepsTensorsNamesAndOptions) {
             block->named_buffers()["running_var"].unsafeGetTensorImpl());
   EXPECT_EQ(net->blocks[2]->as<SyncBatchNorm>()->options.momentum(), std::nullopt);
   EXPECT_FALSE(net->heads["plain"]->as<SyncBatchNorm>()->weight.defined());
-  EXPECT_FALSE(net->heads["deep"]->as<nn::Sequential>()->ptr(0)->as<SyncBatchNorm>()->running_mean.defined());
+  EXPECT_FALSE(net->heads["deep"]
+                   ->as<nn::Sequential>()
+                   ->ptr(0)
+                   ->as<SyncBatchNorm>()
+                   ->running_mean.defined());
 }
 
 TEST(Convert, ConvertedNetworkComputesTheSame) {
@@ -210,7 +219,8 @@ TEST(Convert, TypedMemberIsAnErrorThatChangesNothing) {
   const auto message =
       message_of<c10::Error>([&] { convert_sync_batchnorm(outer, self_communicator()); });
   EXPECT_NE(message.find("'inner.norm'"), std::string::npos) << message;
-  EXPECT_NE(message.find("Declare the member as syncnorm::SyncBatchNorm"), std::string::npos) << message;
+  EXPECT_NE(message.find("Declare the member as syncnorm::SyncBatchNorm"), std::string::npos)
+      << message;
   EXPECT_TRUE(paths_of<SyncBatchNormImpl>(*outer).empty());
   EXPECT_EQ(identities(*outer), before);
 }

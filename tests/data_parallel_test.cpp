@@ -108,7 +108,8 @@ TEST(DistributedDataParallel, NoSyncAccumulatesLocallyThenReducesTheSum) {
     alone->zero_grad();
     {
       const auto guard = ddp.no_sync();
-      for (int micro = 0; micro < 2; ++micro) ddp(x[micro][world->rank()]).square().sum().backward();
+      for (int micro = 0; micro < 2; ++micro)
+        ddp(x[micro][world->rank()]).square().sum().backward();
     }
     const auto local = net->parameters()[0].grad().clone();
     EXPECT_EQ(bit_equal_across(*world, local), size == 1) << "no_sync communicated";
@@ -152,8 +153,8 @@ TEST(DistributedDataParallel, FindsParametersUnusedOnOneRankOnly) {
   Branches alone;
   make_double(*alone);
   copy_state(*net, *alone);
-  DistributedDataParallel<Branches> ddp(net,
-                                        over(world).find_unused_parameters(true).bucket_cap_bytes(8));
+  DistributedDataParallel<Branches> ddp(
+      net, over(world).find_unused_parameters(true).bucket_cap_bytes(8));
   for (int step = 0; step < 3; ++step) {
     const auto x = torch::randn({size, 2, 3}, torch::kDouble);
     net->zero_grad();
@@ -225,7 +226,8 @@ TEST(DistributedDataParallel, FrozenModuleNeedsNoReduction) {
 
 TEST(DistributedDataParallel, BroadcastsBuffersOfOtherModulesInTrainingOnly) {
   const auto world = new_world();
-  nn::Sequential net(nn::BatchNorm1d(3), SyncBatchNorm(SyncBatchNormOptions(3).communicator(new_world())));
+  nn::Sequential net(nn::BatchNorm1d(3),
+                     SyncBatchNorm(SyncBatchNormOptions(3).communicator(new_world())));
   DistributedDataParallel<nn::Sequential> ddp(net, over(world));
   const auto& mean = net->ptr(0)->as<nn::BatchNorm1d>()->running_mean;
   const auto x = torch::randn({4, 3}) + world->rank();
@@ -281,10 +283,12 @@ TEST(DistributedDataParallel, DifferentModulesAreAnErrorThatNamesTheParameterOnE
   const auto expect = [&](nn::Sequential net, const std::string& part) {
     const auto message = refusal(world, net, over(world));
     EXPECT_NE(message.find(part), std::string::npos) << message;
-    EXPECT_NE(message.find("rank " + std::to_string(world->size() - 1)), std::string::npos) << message;
+    EXPECT_NE(message.find("rank " + std::to_string(world->size() - 1)), std::string::npos)
+        << message;
     EXPECT_EQ(message.find("BROADCAST"), std::string::npos);
   };
-  expect(nn::Sequential(nn::Linear(3, 4), nn::Linear(4, odd ? 5 : 6)), "parameter '1.weight' Float [6, 4]");
+  expect(nn::Sequential(nn::Linear(3, 4), nn::Linear(4, odd ? 5 : 6)),
+         "parameter '1.weight' Float [6, 4]");
   nn::Sequential longer(nn::Linear(3, 4));
   if (odd) longer->push_back(nn::BatchNorm1d(4));
   expect(longer, "parameter '1.weight'");
@@ -303,12 +307,14 @@ TEST(DistributedDataParallel, DifferentModulesAreAnErrorThatNamesTheParameterOnE
 
 TEST(DistributedDataParallel, RefusesBadArgumentsBeforeCommunicating) {
   const auto comm = self_communicator();
-  EXPECT_THROW(DistributedDataParallel<nn::Sequential>(nn::Sequential(nullptr), over(comm)), c10::Error);
-  EXPECT_THROW(DistributedDataParallel<nn::Sequential>(linear_net(), over(comm).bucket_cap_bytes(0)),
+  EXPECT_THROW(DistributedDataParallel<nn::Sequential>(nn::Sequential(nullptr), over(comm)),
                c10::Error);
+  EXPECT_THROW(
+      DistributedDataParallel<nn::Sequential>(linear_net(), over(comm).bucket_cap_bytes(0)),
+      c10::Error);
   nn::Sequential sparse(nn::Embedding(nn::EmbeddingOptions(10, 3).sparse(true)));
-  const auto message = message_of<c10::Error>(
-      [&] { DistributedDataParallel<nn::Sequential>(sparse, over(comm)); });
+  const auto message =
+      message_of<c10::Error>([&] { DistributedDataParallel<nn::Sequential>(sparse, over(comm)); });
   EXPECT_NE(message.find("'0' makes sparse gradients"), std::string::npos) << message;
 }
 

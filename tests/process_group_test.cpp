@@ -36,12 +36,14 @@ TEST(ProcessGroup, AllReducesWithEveryOperation) {
       const auto work = group->allreduce(tensors, options);
       EXPECT_TRUE(work->wait());
       EXPECT_TRUE(work->isCompleted());
-      EXPECT_TRUE(torch::equal(tensors[0], torch::full({3, 2}, value, dtype))) << op << ' ' << dtype;
+      EXPECT_TRUE(torch::equal(tensors[0], torch::full({3, 2}, value, dtype)))
+          << op << ' ' << dtype;
     }
   }
   Tensors counts{torch::full({5}, world->rank() + 1, torch::kInt)};
   group->allreduce(counts)->wait();
-  EXPECT_TRUE(torch::equal(counts[0], torch::full({5}, int64_t(triangle(world->size())), torch::kInt)));
+  EXPECT_TRUE(
+      torch::equal(counts[0], torch::full({5}, int64_t(triangle(world->size())), torch::kInt)));
 }
 
 TEST(ProcessGroup, CoalescedAllReduceKeepsDtypesApart) {
@@ -212,7 +214,8 @@ TEST(ProcessGroup, CarriesErrorsToWaitAndFuture) {
   EXPECT_FALSE(work->isSuccess());
   EXPECT_TRUE(work->getFuture()->hasError());
   EXPECT_THROW(work->getFuture()->value(), CommunicationError);
-  EXPECT_THROW(group->barrier()->wait(), CommunicationError) << "a broken communicator stays broken";
+  EXPECT_THROW(group->barrier()->wait(), CommunicationError)
+      << "a broken communicator stays broken";
 }
 
 TEST(ProcessGroup, IsDestroyedSoonWhileACollectiveIsStuck) {
@@ -264,7 +267,8 @@ TEST(ProcessGroup, Splits) {
 void check_communicator(Communicator& comm) {
   const int size = comm.size();
   const int rank = comm.rank();
-  for (const auto dtype : {torch::kDouble, torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kLong}) {
+  for (const auto dtype :
+       {torch::kDouble, torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kLong}) {
     auto tensor = torch::full({3, 2}, rank + 1, dtype).t();
     comm.all_reduce(tensor);
     EXPECT_TRUE((tensor == triangle(size)).all().item<bool>()) << dtype;
@@ -282,7 +286,8 @@ void check_communicator(Communicator& comm) {
   }
   EXPECT_TRUE(torch::equal(comm.all_gather(rows[rank], sizes), torch::cat(rows)));
   const auto whole = torch::cat(rows).to(torch::kDouble) * (rank + 1);
-  EXPECT_TRUE(torch::equal(comm.reduce_scatter(whole, sizes), rows[rank].to(torch::kDouble) * triangle(size)));
+  EXPECT_TRUE(torch::equal(comm.reduce_scatter(whole, sizes),
+                           rows[rank].to(torch::kDouble) * triangle(size)));
   for (int root = 0; root < size; ++root) {
     auto tensor = torch::full({2, 5}, rank, torch::kByte).t();
     comm.broadcast(tensor, root);
@@ -303,9 +308,11 @@ TEST(C10dCommunicator, DoesWhatACommunicatorDoes) {
 
 TEST(C10dCommunicator, SumsHalfInFloat) {
   const auto comm = c10d_communicator(as_process_group(new_world()));
-  // One rank brings 2048, above which half counts in twos; the ones of the others would get lost one by one.
+  // One rank brings 2048, above which half counts in twos; the ones of the others would get lost
+  // one by one.
   const float mine = comm->rank() == 0 ? 2048 : 1;
-  const auto expected = torch::full({4}, 2048.0f + static_cast<float>(comm->size() - 1)).to(torch::kHalf);
+  const auto expected =
+      torch::full({4}, 2048.0f + static_cast<float>(comm->size() - 1)).to(torch::kHalf);
   auto tensor = torch::full({4}, mine, torch::kHalf);
   comm->all_reduce(tensor);
   EXPECT_TRUE(torch::equal(tensor, expected));

@@ -29,7 +29,8 @@ class TemporaryFolder {
   ~TemporaryFolder() { fs::remove_all(path_); }
   std::string file(const std::string& name) const { return (path_ / name).string(); }
   size_t entries() const {
-    return static_cast<size_t>(std::distance(fs::directory_iterator(path_), fs::directory_iterator()));
+    return static_cast<size_t>(
+        std::distance(fs::directory_iterator(path_), fs::directory_iterator()));
   }
 
  private:
@@ -38,22 +39,25 @@ class TemporaryFolder {
 
 /// Every dtype and layout that a checkpoint may hold. state_dict_test.py builds the same.
 nn::Sequential exchange_network() {
-  nn::Sequential net(nn::Conv2d(nn::Conv2dOptions(2, 3, 3)),
-                     SyncBatchNorm(SyncBatchNormOptions(3).communicator(self_communicator())),
-                     SyncBatchNorm(SyncBatchNormOptions(3).affine(false).communicator(self_communicator())));
-  net->register_buffer("half", torch::zeros({5}, torch::kHalf));
-  net->register_buffer("brain", torch::zeros({2, 2}, torch::kBFloat16));
-  net->register_buffer("double", torch::zeros({3}, torch::kDouble));
+  nn::Sequential net(
+      nn::Conv2d(nn::Conv2dOptions(2, 3, 3)),
+      SyncBatchNorm(SyncBatchNormOptions(3).communicator(self_communicator())),
+      SyncBatchNorm(SyncBatchNormOptions(3).affine(false).communicator(self_communicator())));
+  net->register_buffer("f16", torch::zeros({5}, torch::kHalf));
+  net->register_buffer("bf16", torch::zeros({2, 2}, torch::kBFloat16));
+  net->register_buffer("f64", torch::zeros({3}, torch::kDouble));
   net->register_buffer("flags", torch::zeros({4}, torch::kBool));
   net->register_buffer("bytes", torch::zeros({4}, torch::kByte));
   net->register_buffer("empty", torch::zeros({0, 4}));
   net->register_buffer("scalar", torch::zeros({}));
-  net->register_buffer("channels_last", torch::zeros({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast));
+  net->register_buffer("channels_last",
+                       torch::zeros({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast));
   net->register_buffer("part", torch::zeros({10}, torch::kLong).narrow(0, 3, 4));
   return net;
 }
 
-/// Fills tensor `i` with i + 0, 1, 2, ... modulo 7 over its elements in row-major order: exact in every dtype.
+/// Fills tensor `i` with i + 0, 1, 2, ... modulo 7 over its elements in row-major order: exact in
+/// every dtype.
 void fill(nn::Module& module) {
   const torch::NoGradGuard no_grad;
   int64_t index = 0;
@@ -71,7 +75,8 @@ bool same_state(const nn::Module& a, const nn::Module& b) {
     }
     return left.size() == right.size();
   };
-  return equal(a.named_parameters(), b.named_parameters()) && equal(a.named_buffers(), b.named_buffers());
+  return equal(a.named_parameters(), b.named_parameters()) &&
+         equal(a.named_buffers(), b.named_buffers());
 }
 
 TEST(StateDict, RoundTripsEveryDtypeAndLayout) {
@@ -85,7 +90,8 @@ TEST(StateDict, RoundTripsEveryDtypeAndLayout) {
   const auto weight = other->parameters()[0];
   load_state_dict(*other, path);
   EXPECT_TRUE(same_state(*net, *other));
-  EXPECT_TRUE(torch::equal(weight, net->parameters()[0])) << "loading must keep the tensors themselves";
+  EXPECT_TRUE(torch::equal(weight, net->parameters()[0]))
+      << "loading must keep the tensors themselves";
   EXPECT_TRUE(weight.requires_grad());
   EXPECT_LT(fs::file_size(path), 20000u);
 }
@@ -109,8 +115,9 @@ TEST(StateDict, NamesEveryDifferenceAndChangesNothing) {
   nn::Sequential other(nn::Linear(3, 4), nn::Linear(4, 5), nn::BatchNorm1d(2));
   const auto before = other->parameters()[0].clone();
   const auto message = message_of<c10::Error>([&] { load_state_dict(*other, path); });
-  for (const char* part : {"Missing from the file: 2.weight", "Not in the module: extra",
-                           "1.weight ([2, 4] in the file, [5, 4] in the module)", "Nothing was changed"}) {
+  for (const char* part :
+       {"Missing from the file: 2.weight", "Not in the module: extra",
+        "1.weight ([2, 4] in the file, [5, 4] in the module)", "Nothing was changed"}) {
     EXPECT_NE(message.find(part), std::string::npos) << message;
   }
   EXPECT_TRUE(torch::equal(before, other->parameters()[0]));
@@ -137,7 +144,8 @@ TEST(StateDict, DamagedFilesAreErrorsThatNameTheFile) {
     const auto message = message_of<c10::Error>([&] { load_state_dict(*net, folder.file(name)); });
     EXPECT_NE(message.find(folder.file(name)), std::string::npos) << message;
   }
-  // A flipped bit anywhere is found by the archive's checksums or leads to a refusal, never to a crash.
+  // A flipped bit anywhere is found by the archive's checksums or leads to a refusal, never to a
+  // crash.
   for (size_t at = 0; at < good.size(); at += 97) {
     auto bad = good;
     bad[at] = static_cast<char>(bad[at] ^ 0x10);
@@ -172,7 +180,8 @@ TEST(StateDict, FileAppearsWholeOrNotAtAll) {
   EXPECT_NE(message.find("File too large"), std::string::npos) << message;
   EXPECT_EQ(read_bytes(path), before) << "the former file was lost";
   EXPECT_EQ(folder.entries(), 1u) << "a temporary file was left";
-  const auto absent = message_of<c10::Error>([&] { save_state_dict(*net, folder.file("no/such.pt")); });
+  const auto absent =
+      message_of<c10::Error>([&] { save_state_dict(*net, folder.file("no/such.pt")); });
   EXPECT_NE(absent.find("No such file"), std::string::npos) << absent;
 }
 

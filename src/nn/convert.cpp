@@ -27,7 +27,8 @@ std::string child_path(const std::string& parent, const std::string& name) {
   return parent.empty() ? name : parent + '.' + name;
 }
 
-/// Finds the norms that `wanted` accepts (it may raise), in the order of the tree; each module is entered once.
+/// Finds the norms that `wanted` accepts (it may raise), in the order of the tree; each module is
+/// entered once.
 template <typename Wanted>
 class TreeSearch {
  public:
@@ -73,12 +74,15 @@ std::vector<Site> find_norms(const ModulePtr& root, Wanted wanted) {
 }
 
 /// Raises where somebody outside the tree would go on calling what is about to be replaced.
-void check_owners(const std::vector<Site>& sites, const char* from, const char* to, const char* cure) {
+void check_owners(const std::vector<Site>& sites, const char* from, const char* to,
+                  const char* cure) {
   for (const auto& site : sites) {
-    TORCH_CHECK(site.norm.use_count() <= site.owners, "'", site.path, "' is a ", from,
-                " that somebody besides the module tree still owns (", site.norm.use_count() - site.owners,
-                " more), most likely a typed member of its parent: forward would go on calling it after "
-                "the ", to, " took its place in the tree. Nothing was changed. ", cure);
+    TORCH_CHECK(
+        site.norm.use_count() <= site.owners, "'", site.path, "' is a ", from,
+        " that somebody besides the module tree still owns (", site.norm.use_count() - site.owners,
+        " more), most likely a typed member of its parent: forward would go on calling it after "
+        "the ",
+        to, " took its place in the tree. Nothing was changed. ", cure);
   }
 }
 
@@ -135,13 +139,13 @@ bool convert_as(const Module& module, int dims, const std::shared_ptr<Communicat
                 std::optional<Replacement>& result) {
   const auto* norm = module.as<Impl>();
   if (norm == nullptr) return false;
-  auto sync = std::make_shared<SyncBatchNormImpl>(
-      SyncBatchNormOptions(norm->options.num_features())
-          .eps(norm->options.eps())
-          .momentum(norm->options.momentum())
-          .affine(norm->weight.defined())
-          .track_running_stats(norm->running_mean.defined())
-          .communicator(comm));
+  auto sync =
+      std::make_shared<SyncBatchNormImpl>(SyncBatchNormOptions(norm->options.num_features())
+                                              .eps(norm->options.eps())
+                                              .momentum(norm->options.momentum())
+                                              .affine(norm->weight.defined())
+                                              .track_running_stats(norm->running_mean.defined())
+                                              .communicator(comm));
   sync->batch_norm_dims = dims;
   adopt_state(*norm, *sync);
   result.emplace(std::move(sync));
@@ -161,7 +165,8 @@ template <typename Impl>
 bool is_batch_norm(const Module& module, const std::string& path) {
   if (module.as<Impl>() == nullptr) return false;
   TORCH_CHECK(typeid(module) == typeid(Impl), "convert_sync_batchnorm: '", path, "' is a ",
-              module.name(), ", a class derived from BatchNorm, whose own forward would be lost. "
+              module.name(),
+              ", a class derived from BatchNorm, whose own forward would be lost. "
               "Nothing was changed. Replace it by hand, or derive it from SyncBatchNormImpl.");
   return true;
 }
@@ -189,9 +194,10 @@ std::shared_ptr<Module> convert_sync_batchnorm(const ModulePtr& module,
   TORCH_CHECK(module != nullptr, "convert_sync_batchnorm: the module is null.");
   if (is_any_batch_norm(*module, "the root")) return convert_one(*module, comm).module();
   auto sites = find_norms(module, is_any_batch_norm);
-  check_owners(sites, "BatchNorm", "SyncBatchNorm",
-               "Declare the member as syncnorm::SyncBatchNorm (over self_communicator() it is plain batch "
-               "norm), or hold the BatchNorm in the tree only.");
+  check_owners(
+      sites, "BatchNorm", "SyncBatchNorm",
+      "Declare the member as syncnorm::SyncBatchNorm (over self_communicator() it is plain batch "
+      "norm), or hold the BatchNorm in the tree only.");
   replace_all(sites, [&](const Module& norm) { return convert_one(norm, comm); });
   name_modules(*module);
   return module;
@@ -204,9 +210,10 @@ std::shared_ptr<Module> revert_sync_batchnorm(const ModulePtr& module) {
   };
   if (wanted(*module, "")) return revert_one(*module).module();
   auto sites = find_norms(module, wanted);
-  check_owners(sites, "SyncBatchNorm", "BatchNorm",
-               "Give that member a communicator of one (options.communicator(self_communicator())) instead, "
-               "or hold the SyncBatchNorm in the tree only.");
+  check_owners(
+      sites, "SyncBatchNorm", "BatchNorm",
+      "Give that member a communicator of one (options.communicator(self_communicator())) instead, "
+      "or hold the SyncBatchNorm in the tree only.");
   replace_all(sites, revert_one);
   return module;
 }

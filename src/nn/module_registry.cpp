@@ -9,8 +9,8 @@ struct RegistryAccess;
 }  // namespace
 }  // namespace syncnorm
 
-// Module has no public way to exchange a registered tensor or to look at a child without copying its owner, but
-// befriends every Cloneable.
+// Module has no public way to exchange a registered tensor or to look at a child without copying
+// its owner, but befriends every Cloneable.
 template <>
 class torch::nn::Cloneable<syncnorm::RegistryAccess> {
  public:
@@ -25,8 +25,8 @@ namespace {
 using Registry = torch::nn::Cloneable<RegistryAccess>;
 using torch::nn::Module;
 
-/// Calls `found(held)` for the second reference that container `parent` keeps to `child`, if it does: a shared_ptr
-/// or an AnyModule.
+/// Calls `found(held)` for the second reference that container `parent` keeps to `child`, if it
+/// does: a shared_ptr or an AnyModule.
 template <typename Found>
 bool with_container_entry(Module& parent, const Module* child, Found found) {
   if (auto* list = parent.as<torch::nn::ModuleListImpl>()) {
@@ -47,7 +47,9 @@ bool with_container_entry(Module& parent, const Module* child, Found found) {
 
 }  // namespace
 
-const std::shared_ptr<Module>& ChildSlot::child() const { return Registry::children(*parent_)[name_]; }
+const std::shared_ptr<Module>& ChildSlot::child() const {
+  return Registry::children(*parent_)[name_];
+}
 
 long ChildSlot::owners() const {
   const auto ignore = [](auto&) {};

@@ -14,7 +14,8 @@ namespace syncnorm {
 class Replacement {
  public:
   template <typename Impl>
-  explicit Replacement(std::shared_ptr<Impl> module) : module_(module), callable_(std::move(module)) {}
+  explicit Replacement(std::shared_ptr<Impl> module)
+      : module_(module), callable_(std::move(module)) {}
 
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   const torch::nn::AnyModule& callable() const { return callable_; }
@@ -24,11 +25,12 @@ class Replacement {
   torch::nn::AnyModule callable_;
 };
 
-/// A place where a module registers a child. Sequential, ModuleList and ModuleDict hold their children a second time,
-/// for calling; replace() changes both.
+/// A place where a module registers a child. Sequential, ModuleList and ModuleDict hold their
+/// children a second time, for calling; replace() changes both.
 class ChildSlot {
  public:
-  ChildSlot(torch::nn::Module& parent, std::string name) : parent_(&parent), name_(std::move(name)) {}
+  ChildSlot(torch::nn::Module& parent, std::string name)
+      : parent_(&parent), name_(std::move(name)) {}
 
   const std::string& name() const { return name_; }
   /// The registry's own pointer. Beware: a copy of it is one more owner.
@@ -46,7 +48,9 @@ class ChildSlot {
 std::vector<ChildSlot> child_slots(torch::nn::Module& module);
 
 /// Lets the registry entry of `module` refer to `tensor` itself.
-void replace_parameter(torch::nn::Module& module, const std::string& name, const torch::Tensor& tensor);
-void replace_buffer(torch::nn::Module& module, const std::string& name, const torch::Tensor& tensor);
+void replace_parameter(torch::nn::Module& module, const std::string& name,
+                       const torch::Tensor& tensor);
+void replace_buffer(torch::nn::Module& module, const std::string& name,
+                    const torch::Tensor& tensor);
 
 }  // namespace syncnorm

@@ -20,8 +20,8 @@ at::ScalarType wire_dtype(at::ScalarType dtype) {
   return dtype;
 }
 
-/// Communicates through a libtorch process group. Its ranks may be numbered otherwise there (see split):
-/// `group_ranks[r]` is the process group's name for our rank r.
+/// Communicates through a libtorch process group. Its ranks may be numbered otherwise there (see
+/// split): `group_ranks[r]` is the process group's name for our rank r.
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(GroupPtr group, std::vector<int> group_ranks, int rank, std::string name)
@@ -92,7 +92,8 @@ class C10dCommunicator final : public Communicator {
   std::shared_ptr<Communicator> do_split(int color, int key) override;
 
  private:
-  /// Calls `body`; what the process group throws becomes a CommunicationError, this library's own errors pass.
+  /// Calls `body`; what the process group throws becomes a CommunicationError, this library's own
+  /// errors pass.
   template <typename Body>
   auto attempt(Body body) -> decltype(body()) {
     const at::NoGradGuard no_grad;
@@ -101,11 +102,13 @@ class C10dCommunicator final : public Communicator {
     } catch (const CommunicationError&) {
       throw;
     } catch (const std::exception& error) {
-      throw CommunicationError(describe_operation() + " over a c10d process group failed: " + error.what());
+      throw CommunicationError(describe_operation() +
+                               " over a c10d process group failed: " + error.what());
     }
   }
 
-  /// `tensor` as the process group can take it: contiguous, of `dtype`, where it reaches. Itself if that is what it is.
+  /// `tensor` as the process group can take it: contiguous, of `dtype`, where it reaches. Itself if
+  /// that is what it is.
   at::Tensor to_wire(const at::Tensor& tensor, at::ScalarType dtype) const {
     return tensor.to(tensor.options().device(reachable(tensor.device())).dtype(dtype)).contiguous();
   }
@@ -131,8 +134,9 @@ class C10dCommunicator final : public Communicator {
   void check_splittable() const {
     for (const auto& device : group_->getDeviceTypes()) {
       const auto backend = group_->getBackend(device.type());
-      TORCH_CHECK(backend->supportsSplitting() && group_->getStore() != nullptr, "split of ", name(),
-                  ": the process group's backend ", backend->getBackendName(), " on ", device,
+      TORCH_CHECK(backend->supportsSplitting() && group_->getStore() != nullptr, "split of ",
+                  name(), ": the process group's backend ", backend->getBackendName(), " on ",
+                  device,
                   " cannot split. Make the subgroup where the group was made (Python: "
                   "torch.distributed.new_group) and hand that to c10d_communicator, or use "
                   "mpi_communicator.");
@@ -175,7 +179,8 @@ std::shared_ptr<Communicator> C10dCommunicator::do_split(int color, int key) {
       numbers.push_back(static_cast<int>(place));
       if (members[i].second == rank()) rank_there = static_cast<int>(i);
     }
-    return std::make_shared<C10dCommunicator>(std::move(group), std::move(numbers), rank_there, label);
+    return std::make_shared<C10dCommunicator>(std::move(group), std::move(numbers), rank_there,
+                                              label);
   });
 }
 
@@ -187,7 +192,8 @@ std::shared_ptr<Communicator> c10d_communicator(GroupPtr process_group) {
   std::iota(identity.begin(), identity.end(), 0);
   const int rank = process_group->getRank();
   const auto name = "c10d:" + process_group->getBackendName();
-  return std::make_shared<C10dCommunicator>(std::move(process_group), std::move(identity), rank, name);
+  return std::make_shared<C10dCommunicator>(std::move(process_group), std::move(identity), rank,
+                                            name);
 }
 
 }  // namespace syncnorm

@@ -8,7 +8,8 @@
 namespace syncnorm {
 namespace {
 
-// Large enough that latency does not count, small enough that the copy does not double a model's memory.
+// Large enough that latency does not count, small enough that the copy does not double a model's
+// memory.
 constexpr int64_t kBroadcastBytes = int64_t{64} << 20;
 
 }  // namespace

@@ -14,8 +14,9 @@ at::Tensor flatten(const std::vector<at::Tensor>& tensors);
 /// Copies the parts of `flat` that flatten() would have made of `tensors` into them.
 void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
-/// Cuts `tensors` into groups of one dtype and device of at most `cap_bytes` (or one tensor) each. Groups and the order in
-/// them depend only on dtypes, devices and sizes, so that ranks which hold the same kinds of tensors agree.
+/// Cuts `tensors` into groups of one dtype and device of at most `cap_bytes` (or one tensor) each.
+/// Groups and the order in them depend only on dtypes, devices and sizes, so that ranks which hold
+/// the same kinds of tensors agree.
 std::vector<std::vector<at::Tensor>> group_by_kind(const std::vector<at::Tensor>& tensors,
                                                    int64_t cap_bytes);
 

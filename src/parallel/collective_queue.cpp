@@ -37,7 +37,8 @@ CollectiveQueue::~CollectiveQueue() {
   std::unique_lock<std::mutex> lock(state_->mutex);
   state_->closing = true;
   state_->changed.notify_all();
-  // A callback of the last future may drop the last reference to the queue on the queue's own thread.
+  // A callback of the last future may drop the last reference to the queue on the queue's own
+  // thread.
   if (std::this_thread::get_id() == thread_.get_id()) {
     thread_.detach();
     return;
@@ -51,8 +52,9 @@ CollectiveQueue::~CollectiveQueue() {
   state_->abandoned = true;
   lock.unlock();
   thread_.detach();
-  TORCH_WARN("syncnorm: a process group over ", state_->comm->name(),
-             " was destroyed while a collective was still waiting for the other ranks; left it behind.");
+  TORCH_WARN(
+      "syncnorm: a process group over ", state_->comm->name(),
+      " was destroyed while a collective was still waiting for the other ranks; left it behind.");
 }
 
 void CollectiveQueue::push(c10::intrusive_ptr<CommunicatorWork> work) {

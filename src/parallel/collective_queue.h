@@ -10,13 +10,15 @@
 
 namespace syncnorm {
 
-/// Executes collectives over one communicator, in the order they were pushed, on a thread of its own.
+/// Executes collectives over one communicator, in the order they were pushed, on a thread of its
+/// own.
 class CollectiveQueue {
  public:
   explicit CollectiveQueue(std::shared_ptr<Communicator> comm);
 
-  /// Finishes what was pushed, without starting anything else. Where that takes longer than a grace time (the other ranks
-  /// have gone, or this one is being unwound by an exception) it warns and leaves the thread behind.
+  /// Finishes what was pushed, without starting anything else. Where that takes longer than a grace
+  /// time (the other ranks have gone, or this one is being unwound by an exception) it warns and
+  /// leaves the thread behind.
   ~CollectiveQueue();
   CollectiveQueue(const CollectiveQueue&) = delete;
   CollectiveQueue& operator=(const CollectiveQueue&) = delete;

@@ -65,7 +65,8 @@ void CommunicatorWork::run_on_side_streams(Communicator& comm) {
   body_(comm);
   body_ = nullptr;
   touched_.clear();
-  // The future first: it records events on the side streams, on which synchronize() makes the caller's streams wait.
+  // The future first: it records events on the side streams, on which synchronize() makes the
+  // caller's streams wait.
   future_->markCompleted(c10::IValue(outputs_));
   finish();
 }

@@ -2,9 +2,9 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/Event.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <functional>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "syncnorm/communicator.h"
@@ -16,8 +16,8 @@ class CommunicatorWork final : public c10d::Work {
  public:
   using Body = std::function<void(Communicator&)>;
 
-  /// `touched`: every tensor that `body` reads or writes; `outputs`: the value of the future. Work already queued on the
-  /// callers' streams for tensors on a GPU is ordered before `body`.
+  /// `touched`: every tensor that `body` reads or writes; `outputs`: the value of the future. Work
+  /// already queued on the callers' streams for tensors on a GPU is ordered before `body`.
   CommunicatorWork(int rank, c10d::OpType op, Body body, const std::vector<at::Tensor>& touched,
                    std::vector<at::Tensor> outputs);
 

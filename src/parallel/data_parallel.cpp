@@ -1,10 +1,9 @@
 #include "syncnorm/data_parallel.h"
 
-#include <torch/csrc/distributed/c10d/logger.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
-
 #include <algorithm>
 #include <sstream>
+#include <torch/csrc/distributed/c10d/logger.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <unordered_set>
 
 #include "parallel/coalesce.h"
@@ -41,10 +40,11 @@ void check_no_sparse_gradients(const Module& module) {
   for (const auto& item : module.named_modules("", /*include_self=*/false)) {
     const auto* embedding = item.value()->as<torch::nn::EmbeddingImpl>();
     const auto* bag = item.value()->as<torch::nn::EmbeddingBagImpl>();
-    TORCH_CHECK(!(embedding != nullptr && embedding->options.sparse()) &&
-                    !(bag != nullptr && bag->options.sparse()),
-                "DistributedDataParallel: '", item.key(),
-                "' makes sparse gradients, which are not reduced here; build it with sparse(false).");
+    TORCH_CHECK(
+        !(embedding != nullptr && embedding->options.sparse()) &&
+            !(bag != nullptr && bag->options.sparse()),
+        "DistributedDataParallel: '", item.key(),
+        "' makes sparse gradients, which are not reduced here; build it with sparse(false).");
   }
 }
 
@@ -99,7 +99,8 @@ struct DataParallelReducer::State {
   }
 };
 
-/// " By name: a, b" for the numbers after the words in which the Reducer lists them; "" where it does not.
+/// " By name: a, b" for the numbers after the words in which the Reducer lists them; "" where it
+/// does not.
 std::string DataParallelReducer::State::names_in(const std::string& message) const {
   const auto words = message.find("did not receive grad for rank");
   if (words == std::string::npos) return "";
@@ -128,7 +129,8 @@ void DataParallelReducer::State::make_reducer(const NamedTensors& parameters) {
   const std::vector<bool> dense(params.size(), false);
   auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(
       params, {static_cast<size_t>(first_cap), static_cast<size_t>(cap)}, dense));
-  // Gradients come in about the reverse of the order of registration; the Reducer adopts the true one after a step.
+  // Gradients come in about the reverse of the order of registration; the Reducer adopts the true
+  // one after a step.
   std::reverse(buckets.begin(), buckets.end());
   group = as_process_group(comm);
   reducer = std::make_shared<c10d::Reducer>(
@@ -173,7 +175,8 @@ void DataParallelReducer::before_forward() {
       state_->reducer->rebuild_buckets();
     });
   }
-  const bool training = state_->sync && torch::GradMode::is_enabled() && state_->module->is_training();
+  const bool training =
+      state_->sync && torch::GradMode::is_enabled() && state_->module->is_training();
   if (training && !state_->buffers.empty()) {
     broadcast_coalesced(*state_->comm, state_->buffers, /*root=*/0);
   }

@@ -32,11 +32,16 @@ Ptr make_tuple(std::vector<Ptr> items) {
 
 at::ScalarType storage_dtype(const std::string& name) {
   static const std::unordered_map<std::string, at::ScalarType> known = {
-      {"torch.DoubleStorage", at::kDouble}, {"torch.FloatStorage", at::kFloat},
-      {"torch.HalfStorage", at::kHalf},     {"torch.BFloat16Storage", at::kBFloat16},
-      {"torch.LongStorage", at::kLong},     {"torch.IntStorage", at::kInt},
-      {"torch.ShortStorage", at::kShort},   {"torch.CharStorage", at::kChar},
-      {"torch.ByteStorage", at::kByte},     {"torch.BoolStorage", at::kBool},
+      {"torch.DoubleStorage", at::kDouble},
+      {"torch.FloatStorage", at::kFloat},
+      {"torch.HalfStorage", at::kHalf},
+      {"torch.BFloat16Storage", at::kBFloat16},
+      {"torch.LongStorage", at::kLong},
+      {"torch.IntStorage", at::kInt},
+      {"torch.ShortStorage", at::kShort},
+      {"torch.CharStorage", at::kChar},
+      {"torch.ByteStorage", at::kByte},
+      {"torch.BoolStorage", at::kBool},
       {"torch.ComplexFloatStorage", at::kComplexFloat},
       {"torch.ComplexDoubleStorage", at::kComplexDouble}};
   const auto found = known.find(name);
@@ -97,8 +102,8 @@ Ptr call(const std::string& name, const Ptr& arguments) {
     return make(Kind::dict);
   }
   if (name == "torch._utils._rebuild_tensor_v2") return rebuild_tensor(arguments);
-  const bool wraps = name == "torch._utils._rebuild_parameter" ||
-                     name == "torch.jit._pickle.restore_type_tag";
+  const bool wraps =
+      name == "torch._utils._rebuild_parameter" || name == "torch.jit._pickle.restore_type_tag";
   if (wraps && arguments->kind == Kind::tuple && !arguments->items.empty()) {
     return arguments->items.front();
   }
@@ -200,7 +205,8 @@ class Machine {
 
   /// ('storage', torch.FloatStorage, key, location, elements)
   Ptr load_storage(const Ptr& id) {
-    TORCH_CHECK(argument(id, 0, Kind::string).text == "storage", "it refers to something not in it");
+    TORCH_CHECK(argument(id, 0, Kind::string).text == "storage",
+                "it refers to something not in it");
     const auto& key = argument(id, 2, Kind::string).text;
     auto& known = storages_[key];
     if (known == nullptr) {
@@ -208,7 +214,8 @@ class Machine {
       known->dtype = storage_dtype(argument(id, 1, Kind::global).text);
       const auto elements = argument(id, 4, Kind::integer).integer;
       TORCH_CHECK(elements >= 0, "it is damaged: a storage of ", elements, " elements");
-      known->storage = load_storage_(key, static_cast<size_t>(elements) * c10::elementSize(known->dtype));
+      known->storage =
+          load_storage_(key, static_cast<size_t>(elements) * c10::elementSize(known->dtype));
     }
     return known;
   }
@@ -216,7 +223,8 @@ class Machine {
   void reduce() {
     const auto arguments = pop();
     const auto function = pop();
-    TORCH_CHECK(function->kind == Kind::global, "it is damaged: it calls ", describe(function->kind));
+    TORCH_CHECK(function->kind == Kind::global, "it is damaged: it calls ",
+                describe(function->kind));
     push(call(function->text, arguments));
   }
 
@@ -240,20 +248,38 @@ class Machine {
 /// Numbers and strings; false where `opcode` is another.
 bool Machine::step_scalar(unsigned char opcode) {
   switch (opcode) {
-    case 'N': push(make(Kind::none)); return true;
-    case 0x88: push(make_integer(1, Kind::boolean)); return true;
-    case 0x89: push(make_integer(0, Kind::boolean)); return true;
-    case 'K': push(make_integer(static_cast<int64_t>(number(1)))); return true;
-    case 'M': push(make_integer(static_cast<int64_t>(number(2)))); return true;
-    case 'J': push(make_integer(static_cast<int32_t>(number(4)))); return true;
-    case 0x8a: push(make_integer(long_number())); return true;
-    case 'G': take(8); push(make(Kind::real)); return true;
+    case 'N':
+      push(make(Kind::none));
+      return true;
+    case 0x88:
+      push(make_integer(1, Kind::boolean));
+      return true;
+    case 0x89:
+      push(make_integer(0, Kind::boolean));
+      return true;
+    case 'K':
+      push(make_integer(static_cast<int64_t>(number(1))));
+      return true;
+    case 'M':
+      push(make_integer(static_cast<int64_t>(number(2))));
+      return true;
+    case 'J':
+      push(make_integer(static_cast<int32_t>(number(4))));
+      return true;
+    case 0x8a:
+      push(make_integer(long_number()));
+      return true;
+    case 'G':
+      take(8);
+      push(make(Kind::real));
+      return true;
     case 'X': {
       const auto length = static_cast<size_t>(number(4));
       push(make_text(Kind::string, std::string(take(length), length)));
       return true;
     }
-    default: return false;
+    default:
+      return false;
   }
 }
 
@@ -261,34 +287,75 @@ bool Machine::step_scalar(unsigned char opcode) {
 bool Machine::step(unsigned char opcode) {
   if (step_scalar(opcode)) return false;
   switch (opcode) {
-    case 0x80: take(1); break;
-    case '(': push(make(Kind::mark)); break;
-    case ')': case ']': push(make(Kind::tuple)); break;
-    case '}': push(make(Kind::dict)); break;
-    case 't': push(make_tuple(pop_to_mark())); break;
-    case 0x85: push(make_tuple(pop_last(1))); break;
-    case 0x86: push(make_tuple(pop_last(2))); break;
-    case 0x87: push(make_tuple(pop_last(3))); break;
-    case 'a': append_items(pop_last(1)); break;
-    case 'e': append_items(pop_to_mark()); break;
-    case 's': set_items(pop_last(2)); break;
-    case 'u': set_items(pop_to_mark()); break;
-    case 'q': memo_[number(1)] = top(); break;
-    case 'r': memo_[number(4)] = top(); break;
-    case 'h': push(recall(number(1))); break;
-    case 'j': push(recall(number(4))); break;
+    case 0x80:
+      take(1);
+      break;
+    case '(':
+      push(make(Kind::mark));
+      break;
+    case ')':
+    case ']':
+      push(make(Kind::tuple));
+      break;
+    case '}':
+      push(make(Kind::dict));
+      break;
+    case 't':
+      push(make_tuple(pop_to_mark()));
+      break;
+    case 0x85:
+      push(make_tuple(pop_last(1)));
+      break;
+    case 0x86:
+      push(make_tuple(pop_last(2)));
+      break;
+    case 0x87:
+      push(make_tuple(pop_last(3)));
+      break;
+    case 'a':
+      append_items(pop_last(1));
+      break;
+    case 'e':
+      append_items(pop_to_mark());
+      break;
+    case 's':
+      set_items(pop_last(2));
+      break;
+    case 'u':
+      set_items(pop_to_mark());
+      break;
+    case 'q':
+      memo_[number(1)] = top();
+      break;
+    case 'r':
+      memo_[number(4)] = top();
+      break;
+    case 'h':
+      push(recall(number(1)));
+      break;
+    case 'j':
+      push(recall(number(4)));
+      break;
     case 'c': {
       auto module = line();
       push(make_text(Kind::global, std::move(module) + '.' + line()));
       break;
     }
-    case 'Q': push(load_storage(pop())); break;
-    case 'R': reduce(); break;
+    case 'Q':
+      push(load_storage(pop()));
+      break;
+    case 'R':
+      reduce();
+      break;
     // Attributes of an OrderedDict (torch.nn.Module's version numbers).
-    case 'b': pop(); break;
-    case '.': return true;
-    default: TORCH_CHECK(false, "it holds a pickle instruction ", static_cast<int>(opcode),
-                         " that is no part of a dict of tensors");
+    case 'b':
+      pop();
+      break;
+    case '.':
+      return true;
+    default:
+      TORCH_CHECK(false, "it holds a pickle instruction ", static_cast<int>(opcode),
+                  " that is no part of a dict of tensors");
   }
   return false;
 }
@@ -297,17 +364,28 @@ bool Machine::step(unsigned char opcode) {
 
 const char* describe(Kind kind) {
   switch (kind) {
-    case Kind::none: return "None";
-    case Kind::boolean: return "a bool";
-    case Kind::integer: return "an integer";
-    case Kind::real: return "a number";
-    case Kind::string: return "a string";
-    case Kind::tuple: return "a list or tuple";
-    case Kind::dict: return "a dict";
-    case Kind::global: return "a class or function";
-    case Kind::storage: return "a storage";
-    case Kind::tensor: return "a tensor";
-    case Kind::mark: return "a mark";
+    case Kind::none:
+      return "None";
+    case Kind::boolean:
+      return "a bool";
+    case Kind::integer:
+      return "an integer";
+    case Kind::real:
+      return "a number";
+    case Kind::string:
+      return "a string";
+    case Kind::tuple:
+      return "a list or tuple";
+    case Kind::dict:
+      return "a dict";
+    case Kind::global:
+      return "a class or function";
+    case Kind::storage:
+      return "a storage";
+    case Kind::tensor:
+      return "a tensor";
+    case Kind::mark:
+      return "a mark";
   }
   return "";
 }

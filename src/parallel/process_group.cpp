@@ -1,11 +1,11 @@
 #include "syncnorm/process_group.h"
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <algorithm>
 #include <limits>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
 #include <vector>
 
@@ -107,7 +107,8 @@ class CommunicatorBackend final : public c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     check_dense("broadcast", tensors);
     TORCH_CHECK(opts.rootRank >= 0 && opts.rootRank < getSize(),
-                "syncnorm process group: broadcast from rank ", opts.rootRank, " of ", getSize(), ".");
+                "syncnorm process group: broadcast from rank ", opts.rootRank, " of ", getSize(),
+                ".");
     const int root = static_cast<int>(opts.rootRank);
     return push(OpType::BROADCAST, tensors, tensors, [tensors, root](Communicator& comm) {
       for (const auto& tensor : tensors) comm.broadcast(tensor, root);
@@ -176,16 +177,17 @@ class CommunicatorBackend final : public c10d::Backend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& /*opts*/) override {
-    // ProcessGroup::splitGroup asks once for each device type, and one backend (or none) serves them all.
+    // ProcessGroup::splitGroup asks once for each device type, and one backend (or none) serves
+    // them all.
     if (store != nullptr && store == split_store_) return split_result_.lock();
     const auto position = std::find(ranks.begin(), ranks.end(), getRank());
     const bool member = position != ranks.end();
     const int color = member ? *std::min_element(ranks.begin(), ranks.end()) : -1;
     const int key = static_cast<int>(position - ranks.begin());
     std::shared_ptr<Communicator> part;
-    push(OpType::UNKNOWN, {}, {},
-         [&](Communicator& comm) { part = comm.split(color, key); })
-        ->wait();
+    push(OpType::UNKNOWN, {}, {}, [&](Communicator& comm) {
+      part = comm.split(color, key);
+    })->wait();
     c10::intrusive_ptr<Backend> backend;
     if (member) backend = c10::make_intrusive<CommunicatorBackend>(std::move(part));
     split_store_ = store;
@@ -196,7 +198,8 @@ class CommunicatorBackend final : public c10d::Backend {
  private:
   template <typename Body>
   WorkPtr push(OpType op, const Tensors& touched, const Tensors& outputs, Body body) {
-    auto work = c10::make_intrusive<CommunicatorWork>(getRank(), op, std::move(body), touched, outputs);
+    auto work =
+        c10::make_intrusive<CommunicatorWork>(getRank(), op, std::move(body), touched, outputs);
     queue_.push(work);
     return work;
   }
@@ -205,9 +208,9 @@ class CommunicatorBackend final : public c10d::Backend {
                    const Tensors& singles) const {
     TORCH_CHECK(singles.size() == 1 && lists.size() == 1, "syncnorm process group: ", operation,
                 " takes one tensor and one list, got ", singles.size(), " and ", lists.size(), ".");
-    TORCH_CHECK(static_cast<int>(lists.front().size()) == getSize(), "syncnorm process group: ",
-                operation, " takes a list of ", getSize(), " tensors, one a rank, got ",
-                lists.front().size(), ".");
+    TORCH_CHECK(static_cast<int>(lists.front().size()) == getSize(),
+                "syncnorm process group: ", operation, " takes a list of ", getSize(),
+                " tensors, one a rank, got ", lists.front().size(), ".");
     check_dense(operation, lists.front());
     TORCH_CHECK(lists.front()[getRank()].numel() == singles.front().numel(),
                 "syncnorm process group: ", operation, " with ", singles.front().numel(),
@@ -240,7 +243,8 @@ class CommunicatorBackend final : public c10d::Backend {
 c10::intrusive_ptr<c10d::ProcessGroup> as_process_group(const std::shared_ptr<Communicator>& comm) {
   TORCH_CHECK(comm != nullptr, "as_process_group: the communicator is null.");
   const auto duplicate = comm->split(0, comm->rank());
-  // splitGroup wants a store for rendezvous, which a split of ours does not use: one of this process will do.
+  // splitGroup wants a store for rendezvous, which a split of ours does not use: one of this
+  // process will do.
   auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(),
                                                        comm->rank(), comm->size());
   auto backend = c10::make_intrusive<CommunicatorBackend>(duplicate);

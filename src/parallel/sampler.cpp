@@ -19,8 +19,8 @@ std::mt19937_64 generator(uint64_t seed, int64_t epoch) {
   return std::mt19937_64(words);
 }
 
-/// Uniform in [0, bound). std::uniform_int_distribution and std::shuffle may differ between standard libraries, and
-/// with them the order between the machines of a job.
+/// Uniform in [0, bound). std::uniform_int_distribution and std::shuffle may differ between
+/// standard libraries, and with them the order between the machines of a job.
 uint64_t uniform_below(std::mt19937_64& random, uint64_t bound) {
   const uint64_t fair = std::numeric_limits<uint64_t>::max() / bound * bound;
   uint64_t value = random();

@@ -40,7 +40,8 @@ class AtomicFile {
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  /// Errors wait for commit(): the archive writer's destructor, which writes too, must not meet an exception.
+  /// Errors wait for commit(): the archive writer's destructor, which writes too, must not meet an
+  /// exception.
   void write(const void* data, size_t size) noexcept {
     const auto* bytes = static_cast<const char*>(data);
     while (size > 0 && error_ == 0) {
@@ -65,7 +66,8 @@ class AtomicFile {
 
  private:
   void check(bool good, const char* verb) const {
-    TORCH_CHECK(good, "save_state_dict: cannot ", verb, " '", path_, "': ", std::strerror(errno), ".");
+    TORCH_CHECK(good, "save_state_dict: cannot ", verb, " '", path_, "': ", std::strerror(errno),
+                ".");
   }
 
   std::string path_;
@@ -82,15 +84,15 @@ torch::Tensor standalone(const torch::Tensor& tensor) {
   return whole ? result : result.clone();
 }
 
-/// The pickle of a plain dict, and the tensors whose storages it refers to by number. (torch::pickle_save would add
-/// type tags, which torch.load refuses unless told to execute code from the file.)
+/// The pickle of a plain dict, and the tensors whose storages it refers to by number.
+/// (torch::pickle_save would add type tags, which torch.load refuses unless told to execute code
+/// from the file.)
 std::pair<std::string, std::vector<torch::Tensor>> pickle_dict(const Tensors& state) {
   c10::Dict<std::string, torch::Tensor> dict;
   for (const auto& item : state) dict.insert(item.key(), standalone(item.value()));
   std::string text;
-  torch::jit::Pickler pickler(
-      [&](const char* bytes, size_t size) { text.append(bytes, size); }, nullptr, nullptr, nullptr,
-      nullptr, /*tag_aggregates=*/false);
+  torch::jit::Pickler pickler([&](const char* bytes, size_t size) { text.append(bytes, size); },
+                              nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
   pickler.protocol();
   pickler.pushIValue(dict);
   pickler.stop();
@@ -123,7 +125,8 @@ Tensors read_file(const std::string& path) {
     }
     const auto load_storage = [&](const std::string& key, size_t expected) {
       auto [bytes, size] = record("data/" + key);
-      TORCH_CHECK(size == expected, "it is damaged: storage ", key, " has ", size, " bytes, not ", expected);
+      TORCH_CHECK(size == expected, "it is damaged: storage ", key, " has ", size, " bytes, not ",
+                  expected);
       return c10::Storage(c10::Storage::use_byte_size_t(), static_cast<int64_t>(size),
                           std::move(bytes), /*allocator=*/nullptr, /*resizable=*/false);
     };
@@ -139,7 +142,8 @@ Tensors read_file(const std::string& path) {
       state.insert(key->text, value->tensor);
     }
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, name, " cannot be read as a dict of tensors of torch.save or save_state_dict: ",
+    TORCH_CHECK(false, name,
+                " cannot be read as a dict of tensors of torch.save or save_state_dict: ",
                 error.what_without_backtrace());
   }
   return state;
@@ -166,8 +170,10 @@ std::string differences(const Tensors& wanted, const Tensors& given) {
   if (!unexpected.empty()) text += " Not in the module: " + join(unexpected) + '.';
   if (!reshaped.empty()) text += " Of another shape: " + join(reshaped) + '.';
   const bool wrapped = !unexpected.empty() && unexpected.front().rfind("module.", 0) == 0;
-  if (wrapped) text += " (The file comes from a wrapper such as Python's DistributedDataParallel: save its "
-                       ".module's state_dict().)";
+  if (wrapped)
+    text +=
+        " (The file comes from a wrapper such as Python's DistributedDataParallel: save its "
+        ".module's state_dict().)";
   return text;
 }
 

@@ -18,10 +18,12 @@ std::string describe(const char* kind, const std::string& name, const torch::Ten
 Lines describe_replica(const NamedTensors& parameters, const NamedTensors& buffers,
                        const DistributedDataParallelOptions& options) {
   Lines lines;
-  for (const auto& [name, tensor] : parameters) lines.push_back(describe("parameter", name, tensor));
+  for (const auto& [name, tensor] : parameters)
+    lines.push_back(describe("parameter", name, tensor));
   for (const auto& [name, tensor] : buffers) lines.push_back(describe("buffer", name, tensor));
   lines.push_back("option bucket_cap_bytes " + std::to_string(options.bucket_cap_bytes()));
-  lines.push_back("option find_unused_parameters " + std::to_string(options.find_unused_parameters()));
+  lines.push_back("option find_unused_parameters " +
+                  std::to_string(options.find_unused_parameters()));
   lines.push_back("option broadcast_buffers " + std::to_string(options.broadcast_buffers()));
   return lines;
 }
@@ -70,8 +72,9 @@ Lines gather_texts(Communicator& comm, const std::string& mine, const torch::Ten
     for (size_t i = 0; i < std::max(lines.size(), reference.size()); ++i) {
       const auto& theirs = i < lines.size() ? lines[i] : nothing;
       const auto& ours = i < reference.size() ? reference[i] : nothing;
-      TORCH_CHECK(ours == theirs, "DistributedDataParallel: the ranks hold different modules: rank 0 has ",
-                  ours, " where rank ", rank, " has ", theirs,
+      TORCH_CHECK(ours == theirs,
+                  "DistributedDataParallel: the ranks hold different modules: rank 0 has ", ours,
+                  " where rank ", rank, " has ", theirs,
                   ". Build the same module, with the same options, on every rank.");
     }
   }
@@ -80,8 +83,8 @@ Lines gather_texts(Communicator& comm, const std::string& mine, const torch::Ten
 
 }  // namespace
 
-void verify_replicas(Communicator& comm, const NamedTensors& parameters, const NamedTensors& buffers,
-                     const DistributedDataParallelOptions& options) {
+void verify_replicas(Communicator& comm, const NamedTensors& parameters,
+                     const NamedTensors& buffers, const DistributedDataParallelOptions& options) {
   const auto mine = joined(describe_replica(parameters, buffers, options));
   const auto summary = torch::tensor(
       {static_cast<int64_t>(fnv1a(mine)), static_cast<int64_t>(mine.size())}, torch::kInt64);
