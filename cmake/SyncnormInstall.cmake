@@ -5,7 +5,9 @@ include(CMakePackageConfigHelpers)
 set(syncnorm_package_folder "${CMAKE_INSTALL_LIBDIR}/cmake/syncnorm")
 cmake_path(GET SYNCNORM_TORCH_CONFIG PARENT_PATH SYNCNORM_TORCH_BUILT_WITH)
 
-set_target_properties(syncnorm PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
+# CMake drops link paths inside the project from an installed library, and .local/venv is one.
+set_target_properties(syncnorm PROPERTIES
+  INSTALL_RPATH "${SYNCNORM_TORCH_LIBRARY_FOLDER}" INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS syncnorm EXPORT syncnormTargets)
 install(DIRECTORY include/syncnorm DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(EXPORT syncnormTargets NAMESPACE syncnorm:: DESTINATION "${syncnorm_package_folder}")
