@@ -351,12 +351,43 @@ class PoorBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return "poor"; }
 };
 
-std::shared_ptr<Communicator> poor_communicator() {
+/// A backend of one rank that notes the dtype it was to reduce.
+class NotingBackend final : public c10d::Backend {
+ public:
+  NotingBackend() : c10d::Backend(0, 1) {}
+  const std::string getBackendName() const override { return "noting"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors,
+                                           const c10d::AllreduceOptions&) override {
+    dtype = tensors[0].scalar_type();
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+    future->markCompleted();
+    return c10d::Work::create_from_future(future);
+  }
+  torch::ScalarType dtype = torch::ScalarType::Undefined;
+};
+
+std::shared_ptr<Communicator> over_backend(const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto group = c10::make_intrusive<c10d::ProcessGroup>(nullptr, 0, 1);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-  group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    c10::make_intrusive<PoorBackend>());
+  group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   return c10d_communicator(group);
+}
+
+std::shared_ptr<Communicator> poor_communicator() {
+  return over_backend(c10::make_intrusive<PoorBackend>());
+}
+
+TEST(C10dCommunicator, GivesHalfToTheBackendAsFloat) {
+  const auto backend = c10::make_intrusive<NotingBackend>();
+  const auto comm = over_backend(backend);
+  for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
+    const auto tensor = torch::full({3}, 1.5, dtype);
+    comm->all_reduce(tensor);
+    EXPECT_EQ(backend->dtype, torch::kFloat);
+    EXPECT_TRUE(torch::equal(tensor, torch::full({3}, 1.5, dtype)));
+  }
+  comm->all_reduce(torch::ones({3}, torch::kDouble));
+  EXPECT_EQ(backend->dtype, torch::kDouble);
 }
 
 TEST(C10dCommunicator, SaysWhatToDoWhereTheBackendCannotSplit) {

@@ -12,6 +12,12 @@ namespace syncnorm {
 
 /// Executes collectives over one communicator, in the order they were pushed, on a thread of its
 /// own.
+///
+/// Why blocking calls on a thread and not MPI_Iallreduce from the computing one:
+/// tests/bench/overlap_bench found no difference beyond noise (2 ranks of 1 thread on 2 busy
+/// cores, 7.5 MB of gradients in 5 buckets, two runs; time of a step relative to reducing after
+/// backward: thread 0.97 and 1.06, nonblocking 0.99 and 1.05, nonblocking and polled 0.95 and
+/// 1.01). And futures, as c10d::Reducer waits on them, need a thread to complete them in any case.
 class CollectiveQueue {
  public:
   explicit CollectiveQueue(std::shared_ptr<Communicator> comm);
