@@ -53,7 +53,12 @@ TEST(ProcessGroup, CoalescedAllReduceKeepsDtypesApart) {
   Tensors tensors{torch::full({2, 3}, mine, torch::kDouble), torch::full({4}, mine, torch::kInt),
                   torch::full({1}, mine, torch::kDouble), torch::full({0}, mine, torch::kFloat),
                   torch::full({3, 2}, mine, torch::kFloat).t()};
+  // Not a double: it would be rounded on a detour through the tensors beside it.
+  const int64_t odd = (int64_t{1} << 53) + 1;
+  tensors.push_back(torch::full({2}, odd, torch::kLong));
   group->allreduce_coalesced(tensors)->wait();
+  EXPECT_TRUE(torch::equal(tensors.back(), torch::full({2}, odd * world->size(), torch::kLong)));
+  tensors.pop_back();
   for (const auto& tensor : tensors) {
     EXPECT_TRUE(torch::equal(tensor, torch::full_like(tensor, triangle(world->size())))) << tensor;
   }
