@@ -128,7 +128,10 @@ TEST(SyncBatchNormCases, AsGiven) {
     const int ranks = static_cast<int>(test["ranks"].size());
     if (world->size() < ranks) continue;
     const auto comm = world->split(world->rank() < ranks ? 0 : -1, world->rank());
-    if (comm == nullptr) continue;
+    if (comm == nullptr) {
+      module_of(test, nullptr);  // unnamed modules are numbered as they are made: keep in step
+      continue;
+    }
     const auto& mine = test["ranks"][comm->rank()];
     check(test,
           {tensor_of(mine["x"]), tensor_of(mine["dy"]), tensor_of(mine["y"]), tensor_of(mine["dx"]),

@@ -130,7 +130,8 @@ void run(const Trial& trial, const std::shared_ptr<Communicator>& comm, uint64_t
     EXPECT_LT(relative_difference(dbias, expected.dbias), sums_near);
   }
   if (trial.track) {
-    const double buffers_near = tolerance(module->running_mean.scalar_type());
+    // Two steps, rounded to the buffers' dtype once each.
+    const double buffers_near = 2 * tolerance(module->running_mean.scalar_type());
     EXPECT_LT(relative_difference(module->running_mean, expected.running_mean), buffers_near);
     EXPECT_LT(relative_difference(module->running_var, expected.running_var), buffers_near);
     EXPECT_TRUE(bit_equal_across(*comm, module->running_mean));

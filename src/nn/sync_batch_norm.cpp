@@ -29,9 +29,10 @@ void SyncBatchNormImpl::reset() {
   TORCH_CHECK_VALUE(options.num_features() > 0,
                     "SyncBatchNorm: num_features must be positive, got ", options.num_features());
   const auto channels = options.num_features();
-  weight =
-      register_parameter("weight", options.affine() ? torch::empty({channels}) : torch::Tensor());
-  bias = register_parameter("bias", options.affine() ? torch::empty({channels}) : torch::Tensor());
+  weight = register_parameter(
+      "weight", options.affine() ? torch::empty({channels}) : torch::Tensor(), options.affine());
+  bias = register_parameter("bias", options.affine() ? torch::empty({channels}) : torch::Tensor(),
+                            options.affine());
   const bool track = options.track_running_stats();
   running_mean =
       register_buffer("running_mean", track ? torch::zeros({channels}) : torch::Tensor());
