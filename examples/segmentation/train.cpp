@@ -1,0 +1,210 @@
+#include <chrono>
+#include <filesystem>
+#include <optional>
+
+#include "checkpoint.h"
+#include "failure.h"
+#include "figures.h"
+#include "job.h"
+#include "metrics.h"
+#include "syncnorm/state_dict.h"
+#include "trainer.h"
+
+namespace segmentation {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+std::string checkpoint_path(const Options& options) { return options.out + "/checkpoint.pt"; }
+std::string metrics_path(const Options& options) { return options.out + "/metrics.jsonl"; }
+
+std::string next_free_folder() {
+  for (int number = 1;; ++number) {
+    const auto folder = "runs/" + std::to_string(number);
+    if (!fs::exists(folder)) return folder;
+  }
+}
+
+/// Makes the output folder ready, losing nothing of an earlier run unasked. For rank 0.
+void prepare_folder(Options& options) {
+  if (options.out.empty()) options.out = next_free_folder();
+  if (!options.resume && !options.overwrite && fs::exists(checkpoint_path(options))) {
+    throw std::runtime_error(options.out +
+                             " holds an earlier run. --resume goes on with it, --overwrite replaces it, another --out keeps it.");
+  }
+  std::error_code error;
+  fs::create_directories(options.out, error);
+  if (error) throw std::runtime_error("cannot make the folder " + options.out + ": " + error.message());
+  if (options.resume) return;
+  for (const auto* name : {"checkpoint.pt", "metrics.jsonl", "model.pt", "predictions.bin", "predictions.json",
+                           "curves.png", "predictions.png"}) {
+    fs::remove(fs::path(options.out) / name);
+  }
+}
+
+/// One run from its start or its checkpoint to its end or its interruption.
+class Run {
+ public:
+  Run(Job& job, const Dataset& dataset, const std::optional<CheckpointHeader>& saved)
+      : job_(job),
+        recipe_(job.options.recipe),
+        dataset_(dataset),
+        trainer_(recipe_, dataset, job.environment.world(), job.environment.device()) {
+    if (saved) resume(*saved);
+  }
+
+  int execute(const std::string& hardware) {
+    open_log(hardware);
+    start_ = Clock::now();
+    start_epoch_ = epochs_done();
+    while (position_.epoch < recipe_.epochs && !trainer_.stopping()) epoch();
+    if (trainer_.stopping() && position_.epoch < recipe_.epochs) return interrupted();
+    return finish();
+  }
+
+ private:
+  double epochs_done() const {
+    return static_cast<double>(position_.epoch) +
+           static_cast<double>(position_.images) / static_cast<double>(dataset_.train.size());
+  }
+
+  void resume(const CheckpointHeader& saved) {
+    if (saved.checksum != dataset_.checksum()) {
+      throw Failure("the checkpoint in " + job_.options.out +
+                    " was trained on other data (pictures, size or split differ); give it its own, or start a new run");
+    }
+    agree(job_.world(), [&] {
+      load_checkpoint(checkpoint_path(job_.options), trainer_.net(), trainer_.optimizer());
+    });
+    position_ = saved.position;
+    job_.console.line(format("resumed after %.2f epochs", epochs_done()));
+  }
+
+  void open_log(const std::string& hardware) {
+    agree(job_.world(), [&] {
+      if (!job_.is_root()) return;
+      if (job_.options.resume && recipe_.epochs > 0) forget_epochs_after(metrics_path(job_.options), position_.epoch);
+      log_.emplace(metrics_path(job_.options));
+      log_->write({{"kind", "run"},
+                   {"epoch", position_.epoch},
+                   {"recipe", to_json(recipe_)},
+                   {"ranks", job_.world().size()},
+                   {"hardware", hardware},
+                   {"classes", dataset_.class_names},
+                   {"colors", dataset_.class_colors}});
+    });
+  }
+
+  void epoch() {
+    const auto begin = Clock::now();
+    const auto counters = job_.world().counters();
+    const auto number = position_.epoch + 1;
+    const auto already = position_.images;
+    StepReport last{};
+    trainer_.train_epoch(position_, [&](const StepReport& report) {
+      last = report;
+      show_progress(report, number, static_cast<double>(report.images - already) / seconds_since(begin));
+    });
+    if (position_.images > 0) return;  // interrupted
+
+    const double rate = static_cast<double>(last.images - already) / seconds_since(begin);
+    const auto collectives = job_.world().counters().collectives() - counters.collectives();
+    const auto scores = trainer_.test();
+    job_.console.line(format("epoch %3ld/%ld  loss %.4f  lr %.4f  test mIoU %.4f  Dice %.4f  %5.1f images/s  %s",
+                             static_cast<long>(number), static_cast<long>(recipe_.epochs), last.loss, last.lr,
+                             scores.mean_iou, scores.dice, rate, duration_text(seconds_since(start_)).c_str()));
+    nlohmann::json line = {{"kind", "epoch"},
+                           {"epoch", number},
+                           {"loss", last.loss},
+                           {"lr", last.lr},
+                           {"images_per_second", rate},
+                           {"seconds", seconds_since(begin)},
+                           {"collectives", collectives},
+                           {"test", to_json(scores)}};
+    agree(job_.world(), [&] {
+      if (job_.is_root()) log_->write(line);
+    });
+    save();
+  }
+
+  void show_progress(const StepReport& report, int64_t number, double rate) {
+    const auto count = static_cast<double>(dataset_.train.size());
+    const double left = (static_cast<double>(recipe_.epochs - number + 1) * count - static_cast<double>(report.images)) / rate;
+    job_.console.bar(format("epoch %3ld/%ld", static_cast<long>(number), static_cast<long>(recipe_.epochs)),
+                     static_cast<double>(report.images) / count,
+                     format("loss %.4f  %.1f images/s  %s left", report.loss, rate, duration_text(left).c_str()));
+  }
+
+  void save() {
+    trainer_.share_buffers();
+    agree(job_.world(), [&] {
+      if (!job_.is_root()) return;
+      save_checkpoint(checkpoint_path(job_.options),
+                      {to_json(recipe_), position_, dataset_.checksum()}, trainer_.net(), trainer_.optimizer());
+    });
+  }
+
+  int interrupted() {
+    save();
+    job_.console.line(format("stopped as asked after %.2f of %ld epochs; nothing is lost. To go on, add: ", epochs_done(),
+                             static_cast<long>(recipe_.epochs)) +
+                      "--out " + job_.options.out + " --resume");
+    return 0;
+  }
+
+  int finish() {
+    const auto scores = trainer_.test();
+    print(scores);
+    agree(job_.world(), [&] {
+      if (!job_.is_root()) return;
+      log_->write({{"kind", "result"}, {"epoch", position_.epoch}, {"test", to_json(scores)}});
+      if (recipe_.epochs > 0) syncnorm::save_state_dict(*trainer_.net(), job_.options.out + "/model.pt");
+      const auto shown = spread(dataset_.test, 6);
+      write_predictions(job_.options.out, dataset_, shown, predict(trainer_.net(), dataset_, shown, trainer_.device()));
+    });
+    if (!job_.options.no_plots) draw(job_.options.out, job_.options.python, job_.console);
+    return 0;
+  }
+
+  void print(const Scores& scores) {
+    job_.console.line(format("%-14s %8s", "test, by class", "IoU"));
+    for (int64_t c = 0; c < dataset_.classes(); ++c) {
+      job_.console.line(format("%-14s %8.4f", dataset_.class_names[c].c_str(), scores.iou[c]));
+    }
+    job_.console.line(format("mIoU %.4f  Dice %.4f  accuracy %.4f over %zu test pictures; results in %s", scores.mean_iou,
+                             scores.dice, scores.accuracy, dataset_.test.size(), job_.options.out.c_str()));
+  }
+
+  Job& job_;
+  const Recipe& recipe_;
+  const Dataset& dataset_;
+  Trainer trainer_;
+  Position position_;
+  std::optional<JsonLines> log_;
+  Clock::time_point start_;
+  double start_epoch_ = 0;
+};
+
+}  // namespace
+
+int train(Job& job) {
+  std::optional<CheckpointHeader> saved;
+  agree(job.world(), [&] {
+    if (job.is_root()) prepare_folder(job.options);
+    if (!job.options.resume) return;
+    saved = read_checkpoint_header(checkpoint_path(job.options));
+    adopt(job.options, saved->recipe);
+  });
+  const auto about = hardware(job);
+  job.console.line(about);
+  const auto dataset = load_data(job);
+  if (job.options.recipe.epochs == 0 && !saved) {
+    job.console.line("--epochs 0 without --resume: this evaluates the untrained network");
+  }
+  return Run(job, dataset, saved).execute(about);
+}
+
+}  // namespace segmentation
