@@ -36,12 +36,13 @@ Batch plain_batch(const Dataset& dataset, const std::vector<int64_t>& indices) {
   return batch;
 }
 
-Batch training_batch(const Dataset& dataset, const std::vector<int64_t>& indices, const Recipe& recipe,
-                     int64_t epoch) {
+Batch training_batch(const Dataset& dataset, const std::vector<int64_t>& indices,
+                     const Recipe& recipe, int64_t epoch) {
   auto batch = plain_batch(dataset, indices);
   if (recipe.no_augment) return batch;
   for (size_t i = 0; i < indices.size(); ++i) {
-    const auto seed = mix(mix(mix(recipe.seed) + static_cast<uint64_t>(epoch)) + static_cast<uint64_t>(indices[i]));
+    const auto seed = mix(mix(mix(recipe.seed) + static_cast<uint64_t>(epoch)) +
+                          static_cast<uint64_t>(indices[i]));
     augment(batch.pictures[i], batch.labels[i], recipe, seed);
   }
   return batch;

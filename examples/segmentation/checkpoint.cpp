@@ -10,14 +10,16 @@ namespace {
 template <typename F>
 void with_archive(const std::string& path, F read) {
   if (!std::filesystem::exists(path)) {
-    throw std::runtime_error("there is no checkpoint " + path + " to resume from; leave --resume out to start");
+    throw std::runtime_error("there is no checkpoint " + path +
+                             " to resume from; leave --resume out to start");
   }
   try {
     torch::serialize::InputArchive archive;
     archive.load_from(path);
     read(archive);
   } catch (const std::exception&) {
-    throw std::runtime_error(path + " is damaged or no checkpoint of this program; remove it and start anew");
+    throw std::runtime_error(
+        path + " is damaged or no checkpoint of this program; remove it and start anew");
   }
 }
 
@@ -44,7 +46,8 @@ void save_checkpoint(const std::string& path, const CheckpointHeader& header, co
   } catch (const std::exception& error) {
     std::error_code ignored;
     std::filesystem::remove(beside, ignored);
-    throw std::runtime_error("cannot write the checkpoint " + path + " (disk full, or no permission?)");
+    throw std::runtime_error("cannot write the checkpoint " + path +
+                             " (disk full, or no permission?)");
   }
 }
 

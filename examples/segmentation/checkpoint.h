@@ -25,14 +25,16 @@ struct CheckpointHeader {
   std::string checksum;  ///< of the dataset
 };
 
-/// Writes network, optimizer and header to `path`, whole or not at all (beside it first, then renamed). For one rank.
+/// Writes network, optimizer and header to `path`, whole or not at all (beside it first, then
+/// renamed). For one rank.
 void save_checkpoint(const std::string& path, const CheckpointHeader& header, const UNet& net,
                      const torch::optim::Optimizer& optimizer);
 
 /// Raises std::runtime_error where `path` is missing or no checkpoint.
 CheckpointHeader read_checkpoint_header(const std::string& path);
 
-/// Reads the weights and the optimizer's state into a network and optimizer built from the header's recipe.
+/// Reads the weights and the optimizer's state into a network and optimizer built from the header's
+/// recipe.
 void load_checkpoint(const std::string& path, UNet& net, torch::optim::Optimizer& optimizer);
 
 }  // namespace segmentation

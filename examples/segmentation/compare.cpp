@@ -20,8 +20,9 @@ const std::vector<std::string> kNorms = {"batch", "sync", "group"};
 const std::vector<int64_t> kBatches = {1, 2, 4};
 constexpr int64_t kEpochs = 12, kQuickEpochs = 3;
 
-/// Peak learning rate at a global batch of 4, from a search on this data; it grows linearly with the global batch (Goyal et al.
-/// 2017), alike for batch and sync, which differ in nothing but whose statistics they take.
+/// Peak learning rate at a global batch of 4, from a search on this data; it grows linearly with
+/// the global batch (Goyal et al. 2017), alike for batch and sync, which differ in nothing but
+/// whose statistics they take.
 double base_rate(const std::string& norm) { return norm == "group" ? 0.02 : 0.05; }
 
 /// One run of the comparison.
@@ -31,16 +32,21 @@ struct Setting {
   uint64_t seed;
 
   std::string text() const {
-    return norm + " norm, " + std::to_string(batch_per_rank) + " a rank, seed " + std::to_string(seed);
+    return norm + " norm, " + std::to_string(batch_per_rank) + " a rank, seed " +
+           std::to_string(seed);
   }
 };
 
 class Comparison {
  public:
   Comparison(Job& job, const Dataset& dataset, std::string hardware)
-      : job_(job), dataset_(dataset), hardware_(std::move(hardware)), checksum_(dataset.checksum()) {
+      : job_(job),
+        dataset_(dataset),
+        hardware_(std::move(hardware)),
+        checksum_(dataset.checksum()) {
     auto& options = job_.options;
-    if (options.given.count("epochs") == 0) options.recipe.epochs = options.quick ? kQuickEpochs : kEpochs;
+    if (options.given.count("epochs") == 0)
+      options.recipe.epochs = options.quick ? kQuickEpochs : kEpochs;
     const auto seeds = static_cast<uint64_t>(options.quick ? 1 : options.seeds);
     // Seeds outermost: a comparison that is stopped early is still balanced.
     for (uint64_t seed = 0; seed < seeds; ++seed) {
@@ -52,8 +58,9 @@ class Comparison {
 
   int execute() {
     read_finished();
-    job_.console.line(format("%zu runs of %ld epochs (%ld pictures each), %zu of them done before", settings_.size(),
-                             static_cast<long>(job_.options.recipe.epochs), static_cast<long>(pictures()), done_.size()));
+    job_.console.line(format("%zu runs of %ld epochs (%ld pictures each), %zu of them done before",
+                             settings_.size(), job_.options.recipe.epochs, pictures(),
+                             done_.size()));
     const auto start = Clock::now();
     size_t fresh = 0;
     for (size_t i = 0; i < settings_.size(); ++i) {
@@ -63,17 +70,20 @@ class Comparison {
       keep(i, std::move(*result));
       const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
       ++fresh;
-      job_.console.line(format("%2zu/%zu  %-32s test mIoU %.4f  %5.1f images/s  %s left", done_.size(), settings_.size(),
-                               settings_[i].text().c_str(), done_[i].at("test").at("miou").get<double>(),
-                               done_[i].at("images_per_second").get<double>(),
-                               duration_text(seconds / fresh * (settings_.size() - done_.size())).c_str()));
+      job_.console.line(format(
+          "%2zu/%zu  %-32s test mIoU %.4f  %5.1f images/s  %s left", done_.size(), settings_.size(),
+          settings_[i].text().c_str(), done_[i].at("test").at("miou").get<double>(),
+          done_[i].at("images_per_second").get<double>(),
+          duration_text(seconds / fresh * (settings_.size() - done_.size())).c_str()));
     }
     report();
     return 0;
   }
 
  private:
-  int64_t pictures() const { return job_.options.recipe.epochs * static_cast<int64_t>(dataset_.train.size()); }
+  int64_t pictures() const {
+    return job_.options.recipe.epochs * static_cast<int64_t>(dataset_.train.size());
+  }
   std::string path(const std::string& name) const { return job_.options.out + "/" + name; }
 
   Recipe recipe(const Setting& setting) const {
@@ -81,7 +91,8 @@ class Comparison {
     recipe.norm = setting.norm;
     recipe.batch_per_rank = setting.batch_per_rank;
     recipe.seed = setting.seed;
-    recipe.lr = base_rate(setting.norm) * static_cast<double>(setting.batch_per_rank * job_.world().size()) / 4;
+    recipe.lr = base_rate(setting.norm) *
+                static_cast<double>(setting.batch_per_rank * job_.world().size()) / 4;
     return recipe;
   }
 
@@ -111,14 +122,17 @@ class Comparison {
   std::optional<nlohmann::json> run(size_t index) {
     const auto recipe = this->recipe(settings_[index]);
     Trainer trainer(recipe, dataset_, job_.environment.world(), job_.environment.device());
-    const auto label = format("%2zu/%zu  %s", done_.size() + 1, settings_.size(), settings_[index].text().c_str());
+    const auto label =
+        format("%2zu/%zu  %s", done_.size() + 1, settings_.size(), settings_[index].text().c_str());
     const auto begin = Clock::now();
     Position position;
     while (position.epoch < recipe.epochs) {
       const auto before = position.epoch;
       trainer.train_epoch(position, [&](const StepReport& report) {
-        const double done = static_cast<double>(before * static_cast<int64_t>(dataset_.train.size()) + report.images);
-        job_.console.bar(label, done / static_cast<double>(pictures()), format("loss %.4f", report.loss));
+        const double done = static_cast<double>(
+            before * static_cast<int64_t>(dataset_.train.size()) + report.images);
+        job_.console.bar(label, done / static_cast<double>(pictures()),
+                         format("loss %.4f", report.loss));
       });
       if (trainer.stopping()) return std::nullopt;
     }
@@ -136,8 +150,9 @@ class Comparison {
   }
 
   int interrupted() {
-    job_.console.line(format("stopped as asked with %zu of %zu runs done; the same command does the others", done_.size(),
-                             settings_.size()));
+    job_.console.line(
+        format("stopped as asked with %zu of %zu runs done; the same command does the others",
+               done_.size(), settings_.size()));
     return 0;
   }
 
@@ -161,12 +176,14 @@ class Comparison {
 
   std::string table() const {
     const auto ranks = job_.world().size();
-    std::string text = "| images a rank | batch norm | sync norm | group norm |\n| --- | --- | --- | --- |\n";
+    std::string text =
+        "| images a rank | batch norm | sync norm | group norm |\n| --- | --- | --- | --- |\n";
     for (const auto batch : kBatches) {
       text += "| " + std::to_string(batch) + " |";
       for (const auto& norm : kNorms) {
         const auto pooled = norm == "batch" ? batch : norm == "sync" ? batch * ranks : 0;
-        text += " " + summary(scores(norm, batch)) + (pooled > 0 ? format(" (over %ld)", static_cast<long>(pooled)) : "") + " |";
+        text += " " + summary(scores(norm, batch)) +
+                (pooled > 0 ? format(" (over %ld)", pooled) : "") + " |";
       }
       text += "\n";
     }
@@ -174,10 +191,12 @@ class Comparison {
   }
 
   void report() {
-    const auto caption = format("Test mIoU after %ld pictures (%ld epochs), %s; in brackets, images that share statistics.",
-                                static_cast<long>(pictures()), static_cast<long>(job_.options.recipe.epochs),
-                                job_.options.quick ? "one seed" : format("mean and standard deviation over %ld seeds",
-                                                                         static_cast<long>(job_.options.seeds)).c_str());
+    const auto caption = format(
+        "Test mIoU after %ld pictures (%ld epochs), %s; in brackets, images that share statistics.",
+        pictures(), job_.options.recipe.epochs,
+        job_.options.quick
+            ? "one seed"
+            : format("mean and standard deviation over %ld seeds", job_.options.seeds).c_str());
     job_.console.line("\n" + caption + "\n\n" + table() + "\n" + hardware_);
     nlohmann::json rows = nlohmann::json::array();
     for (const auto& norm : kNorms) {
@@ -187,7 +206,9 @@ class Comparison {
     }
     agree(job_.world(), [&] {
       if (!job_.is_root()) return;
-      std::ofstream(path("compare.md")) << caption << "\n\n" << table() << "\n" << hardware_ << "\n";
+      std::ofstream(path("compare.md")) << caption << "\n\n"
+                                        << table() << "\n"
+                                        << hardware_ << "\n";
       std::ofstream(path("compare.json")) << nlohmann::json{{"ranks", job_.world().size()},
                                                             {"pictures", pictures()},
                                                             {"hardware", hardware_},

@@ -12,7 +12,8 @@
 namespace segmentation {
 namespace {
 
-/// mpirun hands every rank a terminal of its own, whatever its output goes to, so under it the parent's output counts.
+/// mpirun hands every rank a terminal of its own, whatever its output goes to, so under it the
+/// parent's output counts.
 bool output_is_terminal() {
   if (std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr) return isatty(STDOUT_FILENO) != 0;
   std::error_code error;
@@ -24,7 +25,8 @@ bool output_is_terminal() {
 }  // namespace
 
 Console::Console(bool speaks, const std::string& progress)
-    : speaks_(speaks), bars_(speaks && (progress == "bar" || (progress == "auto" && output_is_terminal()))) {}
+    : speaks_(speaks),
+      bars_(speaks && (progress == "bar" || (progress == "auto" && output_is_terminal()))) {}
 
 void Console::clear_bar() {
   if (drawn_) std::cout << "\r\033[K";
@@ -54,14 +56,17 @@ void Console::bar(const std::string& label, double fraction, const std::string& 
   const int filled = static_cast<int>(std::clamp(fraction, 0.0, 1.0) * kCells);
   std::string cells;
   for (int i = 0; i < kCells; ++i) cells += i < filled ? "━" : "╌";
-  std::cout << "\r\033[K" << label << " " << cells << format(" %3.0f%%  ", 100 * fraction) << tail << std::flush;
+  std::cout << "\r\033[K" << label << " " << cells << format(" %3.0f%%  ", 100 * fraction) << tail
+            << std::flush;
 }
 
 std::string format(const char* pattern, ...) {
-  char text[512];
-  va_list arguments;
+  va_list arguments, again;
   va_start(arguments, pattern);
-  std::vsnprintf(text, sizeof text, pattern, arguments);
+  va_copy(again, arguments);
+  std::string text(static_cast<size_t>(std::vsnprintf(nullptr, 0, pattern, arguments)), '\0');
+  std::vsnprintf(text.data(), text.size() + 1, pattern, again);
+  va_end(again);
   va_end(arguments);
   return text;
 }

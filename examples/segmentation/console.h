@@ -5,7 +5,8 @@
 
 namespace segmentation {
 
-/// What rank 0 says: lines, and between them a progress bar where the output is a terminal. Silent on other ranks.
+/// What rank 0 says: lines, and between them a progress bar where the output is a terminal. Silent
+/// on other ranks.
 class Console {
  public:
   /// `progress` is bar, lines or auto.

@@ -32,12 +32,13 @@ struct Dataset {
   int64_t width() const { return images.size(3); }
   int64_t classes() const { return static_cast<int64_t>(class_names.size()); }
 
-  /// Changes when a pixel, a label or the split does: tells whether a checkpoint or another rank saw the same data.
+  /// Changes when a pixel, a label or the split does: tells whether a checkpoint or another rank
+  /// saw the same data.
   std::string checksum() const;
 };
 
-/// Reads the brain volume, or the user's pairs where `recipe.images` is set. Raises std::runtime_error saying what is wrong with
-/// which file and what cures it.
+/// Reads the brain volume, or the user's pairs where `recipe.images` is set. Raises
+/// std::runtime_error saying what is wrong with which file and what cures it.
 Dataset load_dataset(const Recipe& recipe);
 
 /// Axial slices of the MNI ICBM152 average brain (T1), labelled by its grey- and white-matter maps.
@@ -46,9 +47,10 @@ Dataset load_brain_slices(const Recipe& recipe);
 /// Pictures and masks matched by file stem.
 Dataset load_pairs(const Recipe& recipe);
 
-/// Where samples 0..count go: `blocks` contiguous runs spread evenly make up `fraction` of them and are held out for test; `gap`
-/// samples on either side of each run are left out of both. Neighbouring samples are near copies of each other (slices of
-/// one head, frames of one film), so a random split would test on the training pictures.
+/// Where samples 0..count go: `blocks` contiguous runs spread evenly make up `fraction` of them and
+/// are held out for test; `gap` samples on either side of each run are left out of both.
+/// Neighbouring samples are near copies of each other (slices of one head, frames of one film), so
+/// a random split would test on the training pictures.
 void split_in_blocks(int64_t count, double fraction, int64_t blocks, int64_t gap,
                      std::vector<int64_t>& train, std::vector<int64_t>& test);
 

@@ -39,19 +39,25 @@ Scores score(const torch::Tensor& confusion) {
 
 nlohmann::json to_json(const Scores& scores) {
   nlohmann::json iou = nlohmann::json::array();
-  for (const double value : scores.iou) iou.push_back(std::isnan(value) ? nlohmann::json() : nlohmann::json(value));
-  return {{"miou", scores.mean_iou}, {"dice", scores.dice}, {"accuracy", scores.accuracy}, {"iou", iou}};
+  for (const double value : scores.iou)
+    iou.push_back(std::isnan(value) ? nlohmann::json() : nlohmann::json(value));
+  return {{"miou", scores.mean_iou},
+          {"dice", scores.dice},
+          {"accuracy", scores.accuracy},
+          {"iou", iou}};
 }
 
-torch::Tensor predict(UNet& net, const Dataset& dataset, const std::vector<int64_t>& indices, torch::Device device) {
+torch::Tensor predict(UNet& net, const Dataset& dataset, const std::vector<int64_t>& indices,
+                      torch::Device device) {
   torch::NoGradGuard no_grad;
   const bool was_training = net->is_training();
   net->eval();
   std::vector<torch::Tensor> classes = {
       torch::empty({0, dataset.height(), dataset.width()}, torch::kUInt8)};
   for (size_t i = 0; i < indices.size(); i += kEvaluationBatch) {
-    const std::vector<int64_t> some(indices.begin() + static_cast<int64_t>(i),
-                                    indices.begin() + static_cast<int64_t>(std::min(indices.size(), i + kEvaluationBatch)));
+    const std::vector<int64_t> some(
+        indices.begin() + static_cast<int64_t>(i),
+        indices.begin() + static_cast<int64_t>(std::min(indices.size(), i + kEvaluationBatch)));
     const auto scores = net->forward(plain_batch(dataset, some).pictures.to(device));
     classes.push_back(scores.argmax(1).to(torch::kUInt8).cpu());
   }
@@ -59,15 +65,17 @@ torch::Tensor predict(UNet& net, const Dataset& dataset, const std::vector<int64
   return torch::cat(classes);
 }
 
-Scores evaluate(UNet& net, const Dataset& dataset, const std::vector<int64_t>& indices, torch::Device device,
-                syncnorm::Communicator& comm) {
+Scores evaluate(UNet& net, const Dataset& dataset, const std::vector<int64_t>& indices,
+                torch::Device device, syncnorm::Communicator& comm) {
   const auto count = static_cast<int64_t>(indices.size());
-  syncnorm::DistributedBatchSampler sampler(count, count, comm.rank(), comm.size(), /*shuffle=*/false);
+  syncnorm::DistributedBatchSampler sampler(count, count, comm.rank(), comm.size(),
+                                            /*shuffle=*/false);
   std::vector<int64_t> mine;
   for (const auto i : sampler.batch(0).indices) mine.push_back(indices[i]);
 
   const auto classes = dataset.classes();
-  const auto truth = dataset.labels.index_select(0, torch::tensor(mine, torch::kLong)).to(torch::kLong);
+  const auto truth =
+      dataset.labels.index_select(0, torch::tensor(mine, torch::kLong)).to(torch::kLong);
   const auto predicted = predict(net, dataset, mine, device).to(torch::kLong);
   const auto counted = truth.ne(kIgnoredLabel);
   const auto cell = (truth * classes + predicted).masked_select(counted);

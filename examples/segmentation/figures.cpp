@@ -38,8 +38,8 @@ std::vector<int64_t> spread(const std::vector<int64_t>& indices, int64_t count) 
   return chosen;
 }
 
-void write_predictions(const std::string& folder, const Dataset& dataset, const std::vector<int64_t>& indices,
-                       const torch::Tensor& predicted) {
+void write_predictions(const std::string& folder, const Dataset& dataset,
+                       const std::vector<int64_t>& indices, const torch::Tensor& predicted) {
   const auto chosen = torch::tensor(indices, torch::kLong);
   const auto images = dataset.images.index_select(0, chosen);
   const auto labels = dataset.labels.index_select(0, chosen).unsqueeze(1);
@@ -56,7 +56,8 @@ void write_predictions(const std::string& folder, const Dataset& dataset, const 
                           {"colors", dataset.class_colors},
                           {"ignored", kIgnoredLabel}}
         << "\n";
-  if (!pixels.flush() || !about.flush()) throw std::runtime_error("cannot write predictions to " + folder);
+  if (!pixels.flush() || !about.flush())
+    throw std::runtime_error("cannot write predictions to " + folder);
 }
 
 void draw(const std::string& folder, const std::string& python, Console& console) {

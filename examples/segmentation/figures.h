@@ -12,13 +12,13 @@ namespace segmentation {
 /// Up to `count` of `indices`, evenly spread.
 std::vector<int64_t> spread(const std::vector<int64_t>& indices, int64_t count);
 
-/// Writes predictions.json and predictions.bin to `folder` for plots.py: for each picture its bytes [channels, height, width], its
-/// labels and the predicted classes [height, width].
-void write_predictions(const std::string& folder, const Dataset& dataset, const std::vector<int64_t>& indices,
-                       const torch::Tensor& predicted);
+/// Writes predictions.json and predictions.bin to `folder` for plots.py: for each picture its bytes
+/// [channels, height, width], its labels and the predicted classes [height, width].
+void write_predictions(const std::string& folder, const Dataset& dataset,
+                       const std::vector<int64_t>& indices, const torch::Tensor& predicted);
 
-/// Has plots.py draw what it finds in `folder`, and says which pictures it made or why there are none and how to draw them by hand.
-/// A job without Python or matplotlib ends well all the same.
+/// Has plots.py draw what it finds in `folder`, and says which pictures it made or why there are
+/// none and how to draw them by hand. A job without Python or matplotlib ends well all the same.
 void draw(const std::string& folder, const std::string& python, Console& console);
 
 }  // namespace segmentation

@@ -47,10 +47,10 @@ Dataset load_data(Job& job) {
 std::string hardware(const Job& job) {
   const auto nodes = torch::tensor({int64_t{job.environment.local_rank() == 0}});
   job.world().all_reduce(nodes);
-  return counted(job.world().size(), "rank") + " on " + counted(nodes.item<int64_t>(), "node") + ", " +
-         counted(torch::get_num_threads(), "thread") + " each; " + processor() + ", " +
-         counted(std::thread::hardware_concurrency(), "core") + "; " + job.environment.device().str() +
-         "; LibTorch " + TORCH_VERSION;
+  return counted(job.world().size(), "rank") + " on " + counted(nodes.item<int64_t>(), "node") +
+         ", " + counted(torch::get_num_threads(), "thread") + " each; " + processor() + ", " +
+         counted(std::thread::hardware_concurrency(), "core") + "; " +
+         job.environment.device().str() + "; LibTorch " + TORCH_VERSION;
 }
 
 }  // namespace segmentation

@@ -21,7 +21,8 @@ int run(syncnorm::Environment& environment, int argc, char** argv) {
     return 1;
   } catch (const std::exception& error) {
     // Known to this rank alone: the Environment ends the others as this leaves it.
-    std::cerr << "segmentation, rank " << environment.world()->rank() << ": " << error.what() << std::endl;
+    std::cerr << "segmentation, rank " << environment.world()->rank() << ": " << error.what()
+              << std::endl;
     throw;
   }
 }

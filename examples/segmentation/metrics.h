@@ -19,10 +19,12 @@ class JsonLines {
   std::ofstream file_;
 };
 
-/// The lines of `path`, empty where there is no such file. A last line cut short by a crash is left out.
+/// The lines of `path`, empty where there is no such file. A last line cut short by a crash is left
+/// out.
 std::vector<nlohmann::json> read_json_lines(const std::string& path);
 
-/// Drops from `path` what was logged for epochs after `epoch`, so that a resumed run does not log them twice.
+/// Drops from `path` what was logged for epochs after `epoch`, so that a resumed run does not log
+/// them twice.
 void forget_epochs_after(const std::string& path, int64_t epoch);
 
 }  // namespace segmentation

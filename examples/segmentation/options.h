@@ -10,7 +10,8 @@
 
 namespace segmentation {
 
-/// Everything that shapes the result of one training run. Fields are named as their flags, '_' for '-'.
+/// Everything that shapes the result of one training run. Fields are named as their flags, '_' for
+/// '-'.
 struct Recipe {
   std::string data, images, masks;
   std::vector<std::string> palette;  ///< "rrggbb" by class
@@ -44,14 +45,15 @@ struct Options {
   std::set<std::string> given;  ///< names of the flags on the command line, without dashes
 };
 
-/// Parses the command line. nullopt: the program is to end with `status` (help was asked for, or a flag is wrong), what there is
-/// to say having been printed where `speak` is set.
+/// Parses the command line. nullopt: the program is to end with `status` (help was asked for, or a
+/// flag is wrong), what there is to say having been printed where `speak` is set.
 std::optional<Options> parse_options(int argc, char** argv, bool speak, int& status);
 
 nlohmann::json to_json(const Recipe& recipe);
 
-/// Takes over a checkpoint's recipe, except for what may change on the way: epochs, batch per rank and the data's place. Raises
-/// std::runtime_error naming every flag that was given with another value than the checkpoint's.
+/// Takes over a checkpoint's recipe, except for what may change on the way: epochs, batch per rank
+/// and the data's place. Raises std::runtime_error naming every flag that was given with another
+/// value than the checkpoint's.
 void adopt(Options& options, const nlohmann::json& saved);
 
 struct Size {

@@ -24,11 +24,14 @@ using Files = std::map<std::string, fs::path>;
 
 std::string extension(const fs::path& path) {
   auto text = path.extension().string();
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
   return text;
 }
 
-bool is_jpeg(const fs::path& path) { return extension(path) == ".jpg" || extension(path) == ".jpeg"; }
+bool is_jpeg(const fs::path& path) {
+  return extension(path) == ".jpg" || extension(path) == ".jpeg";
+}
 
 /// PNG and JPEG files of `folder` by stem.
 Files list_pictures(const std::string& folder) {
@@ -66,10 +69,12 @@ void check_stems(const Files& images, const Files& masks, const Recipe& recipe) 
   std::string message;
   if (!without_mask.empty()) message += "no mask in " + recipe.masks + " for " + without_mask;
   if (!without_image.empty()) {
-    message += (message.empty() ? "" : "; ") + ("no image in " + recipe.images + " for " + without_image);
+    message +=
+        (message.empty() ? "" : "; ") + ("no image in " + recipe.images + " for " + without_image);
   }
   if (!message.empty()) {
-    throw std::runtime_error(message + ". An image and its mask need the same file name up to the extension.");
+    throw std::runtime_error(
+        message + ". An image and its mask need the same file name up to the extension.");
   }
 }
 
@@ -82,13 +87,18 @@ torch::Tensor read_pixels(const fs::path& path) {
   const int wanted = channels < 3 ? 1 : 3;
   const std::unique_ptr<stbi_uc, void (*)(void*)> pixels(
       stbi_load(path.c_str(), &width, &height, &channels, wanted), stbi_image_free);
-  if (!pixels) throw std::runtime_error("cannot read " + path.string() + ": " + stbi_failure_reason());
+  if (!pixels)
+    throw std::runtime_error("cannot read " + path.string() + ": " + stbi_failure_reason());
   return torch::from_blob(pixels.get(), {height, width, wanted}, torch::kUInt8).clone();
 }
 
-std::string size_text(int64_t height, int64_t width) { return std::to_string(height) + "x" + std::to_string(width); }
+std::string size_text(int64_t height, int64_t width) {
+  return std::to_string(height) + "x" + std::to_string(width);
+}
 
-std::string size_text(const torch::Tensor& pixels) { return size_text(pixels.size(0), pixels.size(1)); }
+std::string size_text(const torch::Tensor& pixels) {
+  return size_text(pixels.size(0), pixels.size(1));
+}
 
 /// Reads masks into class indices.
 class MaskReader {
@@ -110,14 +120,16 @@ class MaskReader {
  private:
   torch::Tensor indices(const torch::Tensor& pixels, const fs::path& path) const {
     if (pixels.size(2) != 1) {
-      throw std::runtime_error("mask " + path.string() +
-                               " is in colour, not of class indices; give its colours in class order, as in "
-                               "--palette 000000,ff0000,00ff00");
+      throw std::runtime_error(
+          "mask " + path.string() +
+          " is in colour, not of class indices; give its colours in class order, as in "
+          "--palette 000000,ff0000,00ff00");
     }
     if (is_jpeg(path)) {
-      throw std::runtime_error("mask " + path.string() +
-                               " is a JPEG, whose compression changes class indices; save masks as PNG, or "
-                               "paint classes in distant colours and name them with --palette");
+      throw std::runtime_error(
+          "mask " + path.string() +
+          " is a JPEG, whose compression changes class indices; save masks as PNG, or "
+          "paint classes in distant colours and name them with --palette");
     }
     const auto mask = pixels.squeeze(2);
     const auto limit = classes_ > 0 ? classes_ : kIgnoredLabel;
@@ -125,9 +137,10 @@ class MaskReader {
     if (wrong.size(0) > 0) {
       const auto y = wrong[0][0].item<int64_t>(), x = wrong[0][1].item<int64_t>();
       throw std::runtime_error("mask " + path.string() + " holds class " +
-                               std::to_string(mask[y][x].item<int64_t>()) + " at row " + std::to_string(y) +
-                               ", column " + std::to_string(x) + ", but --classes " + std::to_string(classes_) +
-                               " allows 0 to " + std::to_string(classes_ - 1) + " (and 255, ignored)");
+                               std::to_string(mask[y][x].item<int64_t>()) + " at row " +
+                               std::to_string(y) + ", column " + std::to_string(x) +
+                               ", but --classes " + std::to_string(classes_) + " allows 0 to " +
+                               std::to_string(classes_ - 1) + " (and 255, ignored)");
     }
     return mask;
   }
@@ -141,14 +154,16 @@ class MaskReader {
       distances.push_back((rgb - entry).square().sum(2));
     }
     const auto [distance, index] = torch::stack(distances).min(0);
-    const auto unknown = is_jpeg(path) ? torch::empty({0, 2}, torch::kLong) : distance.gt(0).nonzero();
+    const auto unknown =
+        is_jpeg(path) ? torch::empty({0, 2}, torch::kLong) : distance.gt(0).nonzero();
     if (unknown.size(0) > 0) {
       const auto y = unknown[0][0].item<int64_t>(), x = unknown[0][1].item<int64_t>();
       char text[8];
-      std::snprintf(text, sizeof text, "%02x%02x%02x", rgb[y][x][0].item<int>(), rgb[y][x][1].item<int>(),
-                    rgb[y][x][2].item<int>());
-      throw std::runtime_error("mask " + path.string() + " has colour " + text + " at row " + std::to_string(y) +
-                               ", column " + std::to_string(x) + ", which --palette does not list");
+      std::snprintf(text, sizeof text, "%02x%02x%02x", rgb[y][x][0].item<int>(),
+                    rgb[y][x][1].item<int>(), rgb[y][x][2].item<int>());
+      throw std::runtime_error("mask " + path.string() + " has colour " + text + " at row " +
+                               std::to_string(y) + ", column " + std::to_string(x) +
+                               ", which --palette does not list");
     }
     return index.to(torch::kUInt8);
   }
@@ -167,7 +182,12 @@ torch::Tensor resize(const torch::Tensor& pixels, const Size& size, bool nearest
     options.mode(torch::kBilinear).align_corners(false).antialias(true);
   }
   const auto planes = pixels.permute({2, 0, 1}).unsqueeze(0).to(torch::kFloat);
-  return F::interpolate(planes, options).round_().clamp_(0, 255).to(torch::kUInt8).squeeze(0).permute({1, 2, 0});
+  return F::interpolate(planes, options)
+      .round_()
+      .clamp_(0, 255)
+      .to(torch::kUInt8)
+      .squeeze(0)
+      .permute({1, 2, 0});
 }
 
 /// Well separated colours for classes that came without a palette.
@@ -193,7 +213,8 @@ int64_t count_classes(const torch::Tensor& labels) {
   const auto classes = counted.numel() > 0 ? counted.max().item<int64_t>() + 1 : 0;
   if (classes < 2) {
     throw std::runtime_error(
-        "the masks hold no class but 0 (255 means: do not count this pixel). For masks of 0 and 255 give "
+        "the masks hold no class but 0 (255 means: do not count this pixel). For masks of 0 and "
+        "255 give "
         "--palette 000000,ffffff");
   }
   return classes;
@@ -217,14 +238,16 @@ Dataset load_pairs(const Recipe& recipe) {
     const auto& mask_path = mask_files.at(stem);
     const auto mask = reader.read(mask_path).unsqueeze(2);
     if (pixels.size(0) != mask.size(0) || pixels.size(1) != mask.size(1)) {
-      throw std::runtime_error(path.string() + " is " + size_text(pixels) + " pixels but its mask " +
-                               mask_path.string() + " is " + size_text(mask));
+      throw std::runtime_error(path.string() + " is " + size_text(pixels) +
+                               " pixels but its mask " + mask_path.string() + " is " +
+                               size_text(mask));
     }
     if (!size) size = Size{pixels.size(0), pixels.size(1)};
     if (!resized && (pixels.size(0) != size->height || pixels.size(1) != size->width)) {
-      throw std::runtime_error(path.string() + " is " + size_text(pixels) + " pixels, the pictures before it " +
-                               size_text(size->height, size->width) + "; bring all to one size with --size " +
-                               size_text(size->height, size->width));
+      throw std::runtime_error(
+          path.string() + " is " + size_text(pixels) + " pixels, the pictures before it " +
+          size_text(size->height, size->width) + "; bring all to one size with --size " +
+          size_text(size->height, size->width));
     }
     in_color = in_color || pixels.size(2) == 3;
     images.push_back(resize(pixels, *size, /*nearest=*/false));
@@ -238,14 +261,16 @@ Dataset load_pairs(const Recipe& recipe) {
   const auto classes = reader.classes() > 0 ? reader.classes() : count_classes(dataset.labels);
   for (int64_t i = 0; i < classes; ++i) dataset.class_names.push_back("class " + std::to_string(i));
   dataset.class_colors = reader.palette().empty() ? spread_colors(classes) : reader.palette();
-  split_in_blocks(dataset.images.size(0), recipe.test_fraction.value_or(0.2), recipe.test_blocks.value_or(1),
-                  recipe.gap.value_or(0), dataset.train, dataset.test);
-  dataset.description = std::to_string(images.size()) + (in_color ? " colour" : " gray") + " pictures of " +
-                        size_text(size->height, size->width) + " in " + std::to_string(classes) + " classes from " +
-                        recipe.images + "\n" + std::to_string(dataset.train.size()) + " to train on, " +
-                        std::to_string(dataset.test.size()) + " held out for test: in order of name, numbers " +
-                        ranges(dataset.test) + " (from " + dataset.names[dataset.test.front()] + " to " +
-                        dataset.names[dataset.test.back()] + ")";
+  split_in_blocks(dataset.images.size(0), recipe.test_fraction.value_or(0.2),
+                  recipe.test_blocks.value_or(1), recipe.gap.value_or(0), dataset.train,
+                  dataset.test);
+  dataset.description =
+      std::to_string(images.size()) + (in_color ? " colour" : " gray") + " pictures of " +
+      size_text(size->height, size->width) + " in " + std::to_string(classes) + " classes from " +
+      recipe.images + "\n" + std::to_string(dataset.train.size()) + " to train on, " +
+      std::to_string(dataset.test.size()) + " held out for test: in order of name, numbers " +
+      ranges(dataset.test) + " (from " + dataset.names[dataset.test.front()] + " to " +
+      dataset.names[dataset.test.back()] + ")";
   return dataset;
 }
 

@@ -74,13 +74,16 @@ def draw_curves(folder):
     right.plot(x, miou, color=INK, lw=2.6, marker=marker)
     ends.append((miou[-1], f"mean {miou[-1]:.3f}", INK, "bold"))
     label_ends(right, x[-1], ends)
-    right.set(title="Held-out slices: IoU" if "slice" in folder else "Held-out pictures: IoU",
-              xlabel="epoch", ylabel="intersection over union", ylim=(0, 1.02))
+    right.set(title="Held-out pictures", xlabel="epoch", ylabel="intersection over union", ylim=(0, 1.02))
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
 
     recipe = run["recipe"]
     images = recipe["batch-per-rank"] * run["ranks"]
-    figure.suptitle(f"U-Net, {recipe['norm']} norm, {run['ranks']} ranks x {recipe['batch-per-rank']}"
-                    f" = {images} images a step", x=0.01, ha="left", fontsize=12)
+    ranks = f"{run['ranks']} rank{'s' if run['ranks'] > 1 else ''}"
+    norm = "no" if recipe["norm"] == "none" else recipe["norm"]
+    figure.suptitle(f"U-Net, {norm} norm, {ranks} x {recipe['batch-per-rank']} = {images} images a step",
+                    x=0.01, ha="left", fontsize=12)
     return save(figure, folder, "curves.png")
 
 
@@ -110,8 +113,7 @@ def draw_predictions(folder):
         wrong = counted & (truth[column] != predicted[column])
         picture = images[column].transpose(1, 2, 0).astype(float) / 255
         gray = picture.mean(axis=2)
-        shown = {"picture": picture if picture.shape[2] == 3 else gray}
-        rows = [shown["picture"], np.where(counted, truth[column], 0), predicted[column]]
+        rows = [picture if picture.shape[2] == 3 else gray, np.where(counted, truth[column], 0), predicted[column]]
         for row, content in enumerate(rows):
             style = {"cmap": "gray", "vmin": 0, "vmax": 1} if row == 0 else {
                 "cmap": classes, "vmin": -0.5, "vmax": len(colors) - 0.5, "interpolation": "nearest"}

@@ -89,21 +89,25 @@ std::optional<Size> picture_size(const Recipe& recipe) {
   if (recipe.size.empty()) return std::nullopt;
   long height = 0, width = 0;
   char after = 0;
-  if (std::sscanf(recipe.size.c_str(), "%ldx%ld%c", &height, &width, &after) != 2 || height < 16 || width < 16 ||
-      height > 8192 || width > 8192) {
-    throw std::runtime_error("\"" + recipe.size +
-                             "\" is not a size; write HEIGHTxWIDTH, each from 16 to 8192, as in 112x96");
+  if (std::sscanf(recipe.size.c_str(), "%ldx%ld%c", &height, &width, &after) != 2 || height < 16 ||
+      width < 16 || height > 8192 || width > 8192) {
+    throw std::runtime_error(
+        "\"" + recipe.size +
+        "\" is not a size; write HEIGHTxWIDTH, each from 16 to 8192, as in 112x96");
   }
   return Size{height, width};
 }
 
 std::array<uint8_t, 3> parse_color(const std::string& text) {
   const auto digits = text.size() == 7 && text[0] == '#' ? text.substr(1) : text;
-  if (digits.size() != 6 || digits.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
-    throw std::runtime_error("\"" + text + "\" is not a colour; write six hexadecimal digits, as in ff8000");
+  if (digits.size() != 6 ||
+      digits.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
+    throw std::runtime_error("\"" + text +
+                             "\" is not a colour; write six hexadecimal digits, as in ff8000");
   }
   std::array<uint8_t, 3> color{};
-  for (int i = 0; i < 3; ++i) color[i] = static_cast<uint8_t>(std::stoi(digits.substr(2 * i, 2), nullptr, 16));
+  for (int i = 0; i < 3; ++i)
+    color[i] = static_cast<uint8_t>(std::stoi(digits.substr(2 * i, 2), nullptr, 16));
   return color;
 }
 

@@ -16,7 +16,9 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 std::string checkpoint_path(const Options& options) { return options.out + "/checkpoint.pt"; }
 std::string metrics_path(const Options& options) { return options.out + "/metrics.jsonl"; }
@@ -33,14 +35,16 @@ void prepare_folder(Options& options) {
   if (options.out.empty()) options.out = next_free_folder();
   if (!options.resume && !options.overwrite && fs::exists(checkpoint_path(options))) {
     throw std::runtime_error(options.out +
-                             " holds an earlier run. --resume goes on with it, --overwrite replaces it, another --out keeps it.");
+                             " holds an earlier run. --resume goes on with it, --overwrite "
+                             "replaces it, another --out keeps it.");
   }
   std::error_code error;
   fs::create_directories(options.out, error);
-  if (error) throw std::runtime_error("cannot make the folder " + options.out + ": " + error.message());
+  if (error)
+    throw std::runtime_error("cannot make the folder " + options.out + ": " + error.message());
   if (options.resume) return;
-  for (const auto* name : {"checkpoint.pt", "metrics.jsonl", "model.pt", "predictions.bin", "predictions.json",
-                           "curves.png", "predictions.png"}) {
+  for (const auto* name : {"checkpoint.pt", "metrics.jsonl", "model.pt", "predictions.bin",
+                           "predictions.json", "curves.png", "predictions.png"}) {
     fs::remove(fs::path(options.out) / name);
   }
 }
@@ -74,7 +78,8 @@ class Run {
   void resume(const CheckpointHeader& saved) {
     if (saved.checksum != dataset_.checksum()) {
       throw Failure("the checkpoint in " + job_.options.out +
-                    " was trained on other data (pictures, size or split differ); give it its own, or start a new run");
+                    " was trained on other data (pictures, size or split differ); give it its own, "
+                    "or start a new run");
     }
     agree(job_.world(), [&] {
       load_checkpoint(checkpoint_path(job_.options), trainer_.net(), trainer_.optimizer());
@@ -86,7 +91,8 @@ class Run {
   void open_log(const std::string& hardware) {
     agree(job_.world(), [&] {
       if (!job_.is_root()) return;
-      if (job_.options.resume && recipe_.epochs > 0) forget_epochs_after(metrics_path(job_.options), position_.epoch);
+      if (job_.options.resume && recipe_.epochs > 0)
+        forget_epochs_after(metrics_path(job_.options), position_.epoch);
       log_.emplace(metrics_path(job_.options));
       log_->write({{"kind", "run"},
                    {"epoch", position_.epoch},
@@ -106,16 +112,18 @@ class Run {
     StepReport last{};
     trainer_.train_epoch(position_, [&](const StepReport& report) {
       last = report;
-      show_progress(report, number, static_cast<double>(report.images - already) / seconds_since(begin));
+      show_progress(report, number,
+                    static_cast<double>(report.images - already) / seconds_since(begin));
     });
     if (position_.images > 0) return;  // interrupted
 
     const double rate = static_cast<double>(last.images - already) / seconds_since(begin);
     const auto collectives = job_.world().counters().collectives() - counters.collectives();
     const auto scores = trainer_.test();
-    job_.console.line(format("epoch %3ld/%ld  loss %.4f  lr %.4f  test mIoU %.4f  Dice %.4f  %5.1f images/s  %s",
-                             static_cast<long>(number), static_cast<long>(recipe_.epochs), last.loss, last.lr,
-                             scores.mean_iou, scores.dice, rate, duration_text(seconds_since(start_)).c_str()));
+    job_.console.line(
+        format("epoch %3ld/%ld  loss %.4f  lr %.4f  test mIoU %.4f  Dice %.4f  %5.1f images/s  %s",
+               number, recipe_.epochs, last.loss, last.lr, scores.mean_iou, scores.dice, rate,
+               duration_text(seconds_since(start_)).c_str()));
     nlohmann::json line = {{"kind", "epoch"},
                            {"epoch", number},
                            {"loss", last.loss},
@@ -132,10 +140,13 @@ class Run {
 
   void show_progress(const StepReport& report, int64_t number, double rate) {
     const auto count = static_cast<double>(dataset_.train.size());
-    const double left = (static_cast<double>(recipe_.epochs - number + 1) * count - static_cast<double>(report.images)) / rate;
-    job_.console.bar(format("epoch %3ld/%ld", static_cast<long>(number), static_cast<long>(recipe_.epochs)),
+    const double left = (static_cast<double>(recipe_.epochs - number + 1) * count -
+                         static_cast<double>(report.images)) /
+                        rate;
+    job_.console.bar(format("epoch %3ld/%ld", number, recipe_.epochs),
                      static_cast<double>(report.images) / count,
-                     format("loss %.4f  %.1f images/s  %s left", report.loss, rate, duration_text(left).c_str()));
+                     format("loss %.4f  %.1f images/s  %s left", report.loss, rate,
+                            duration_text(left).c_str()));
   }
 
   void save() {
@@ -143,15 +154,17 @@ class Run {
     agree(job_.world(), [&] {
       if (!job_.is_root()) return;
       save_checkpoint(checkpoint_path(job_.options),
-                      {to_json(recipe_), position_, dataset_.checksum()}, trainer_.net(), trainer_.optimizer());
+                      {to_json(recipe_), position_, dataset_.checksum()}, trainer_.net(),
+                      trainer_.optimizer());
     });
   }
 
   int interrupted() {
     save();
-    job_.console.line(format("stopped as asked after %.2f of %ld epochs; nothing is lost. To go on, add: ", epochs_done(),
-                             static_cast<long>(recipe_.epochs)) +
-                      "--out " + job_.options.out + " --resume");
+    job_.console.line(
+        format("stopped as asked after %.2f of %ld epochs; nothing is lost. To go on, add: ",
+               epochs_done(), recipe_.epochs) +
+        "--out " + job_.options.out + " --resume");
     return 0;
   }
 
@@ -161,9 +174,11 @@ class Run {
     agree(job_.world(), [&] {
       if (!job_.is_root()) return;
       log_->write({{"kind", "result"}, {"epoch", position_.epoch}, {"test", to_json(scores)}});
-      if (recipe_.epochs > 0) syncnorm::save_state_dict(*trainer_.net(), job_.options.out + "/model.pt");
+      if (recipe_.epochs > 0)
+        syncnorm::save_state_dict(*trainer_.net(), job_.options.out + "/model.pt");
       const auto shown = spread(dataset_.test, 6);
-      write_predictions(job_.options.out, dataset_, shown, predict(trainer_.net(), dataset_, shown, trainer_.device()));
+      write_predictions(job_.options.out, dataset_, shown,
+                        predict(trainer_.net(), dataset_, shown, trainer_.device()));
     });
     if (!job_.options.no_plots) draw(job_.options.out, job_.options.python, job_.console);
     return 0;
@@ -174,8 +189,10 @@ class Run {
     for (int64_t c = 0; c < dataset_.classes(); ++c) {
       job_.console.line(format("%-14s %8.4f", dataset_.class_names[c].c_str(), scores.iou[c]));
     }
-    job_.console.line(format("mIoU %.4f  Dice %.4f  accuracy %.4f over %zu test pictures; results in %s", scores.mean_iou,
-                             scores.dice, scores.accuracy, dataset_.test.size(), job_.options.out.c_str()));
+    job_.console.line(
+        format("mIoU %.4f  Dice %.4f  accuracy %.4f over %zu test pictures; results in %s",
+               scores.mean_iou, scores.dice, scores.accuracy, dataset_.test.size(),
+               job_.options.out.c_str()));
   }
 
   Job& job_;

@@ -11,14 +11,16 @@ namespace {
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Recipe& recipe, const UNet& net) {
   std::vector<torch::Tensor> decayed, plain;
-  for (const auto& parameter : net->parameters()) (parameter.dim() > 1 ? decayed : plain).push_back(parameter);
+  for (const auto& parameter : net->parameters())
+    (parameter.dim() > 1 ? decayed : plain).push_back(parameter);
   const auto groups = [&](auto options) {
     auto with_decay = options, without = options;
     with_decay.weight_decay(recipe.weight_decay);
     without.weight_decay(0);
     using OptionsType = decltype(options);
     return std::vector<torch::optim::OptimizerParamGroup>{
-        {decayed, std::make_unique<OptionsType>(with_decay)}, {plain, std::make_unique<OptionsType>(without)}};
+        {decayed, std::make_unique<OptionsType>(with_decay)},
+        {plain, std::make_unique<OptionsType>(without)}};
   };
   if (recipe.optimizer == "adamw") {
     const torch::optim::AdamWOptions options(recipe.lr);
@@ -33,8 +35,8 @@ void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {
 }
 
 /// The network of `recipe` on `device`, ready to train.
-UNet prepare_net(const Recipe& recipe, const Dataset& dataset, const std::shared_ptr<syncnorm::Communicator>& comm,
-                 torch::Device device) {
+UNet prepare_net(const Recipe& recipe, const Dataset& dataset,
+                 const std::shared_ptr<syncnorm::Communicator>& comm, torch::Device device) {
   constexpr int64_t kCalibrationPictures = 16;
   auto net = build_unet(dataset.channels(), dataset.classes(), recipe, comm);
   net->to(device);
@@ -51,14 +53,14 @@ UNet prepare_net(const Recipe& recipe, const Dataset& dataset, const std::shared
 
 }  // namespace
 
-Trainer::Trainer(const Recipe& recipe, const Dataset& dataset, std::shared_ptr<syncnorm::Communicator> comm,
-                 torch::Device device)
+Trainer::Trainer(const Recipe& recipe, const Dataset& dataset,
+                 std::shared_ptr<syncnorm::Communicator> comm, torch::Device device)
     : recipe_(recipe),
       dataset_(dataset),
       comm_(std::move(comm)),
       device_(device),
-      sampler_(static_cast<int64_t>(dataset.train.size()), recipe.batch_per_rank * comm_->size(), comm_->rank(),
-               comm_->size(), /*shuffle=*/true, recipe.seed),
+      sampler_(static_cast<int64_t>(dataset.train.size()), recipe.batch_per_rank * comm_->size(),
+               comm_->rank(), comm_->size(), /*shuffle=*/true, recipe.seed),
       parallel_(prepare_net(recipe, dataset, comm_, device),
                 syncnorm::DistributedDataParallelOptions().communicator(comm_)),
       optimizer_(make_optimizer(recipe, net())) {}
@@ -67,10 +69,12 @@ double Trainer::step(const Batch& batch, int64_t global_size) {
   namespace F = torch::nn::functional;
   optimizer_->zero_grad();
   const auto scores = parallel_(batch.pictures.to(device_));
-  const auto options = F::CrossEntropyFuncOptions().ignore_index(kIgnoredLabel).reduction(torch::kSum);
+  const auto options =
+      F::CrossEntropyFuncOptions().ignore_index(kIgnoredLabel).reduction(torch::kSum);
   const auto pixels = static_cast<double>(dataset_.height() * dataset_.width());
   const auto loss = F::cross_entropy(scores, batch.labels.to(device_), options) / pixels;
-  // Data parallelism averages over ranks, whose shards may differ in size: this makes it the mean over the global batch.
+  // Data parallelism averages over ranks, whose shards may differ in size: this makes it the mean
+  // over the global batch.
   (loss * (static_cast<double>(comm_->size()) / static_cast<double>(global_size))).backward();
   optimizer_->step();
   return loss.item<double>();
@@ -82,7 +86,8 @@ void Trainer::train_epoch(Position& position, const std::function<void(const Ste
   sampler_.set_epoch(position.epoch);
   net()->train();
 
-  // After a resume with another global batch some pictures seen before the stop come again; none is skipped.
+  // After a resume with another global batch some pictures seen before the stop come again; none is
+  // skipped.
   const auto first_step = position.images / global_batch;
   if (position.images > 0) {
     const auto kept = first_step * global_batch;
@@ -93,19 +98,21 @@ void Trainer::train_epoch(Position& position, const std::function<void(const Ste
     const auto share = sampler_.batch(step_index);
     std::vector<int64_t> indices;
     for (const auto i : share.indices) indices.push_back(dataset_.train[i]);
-    const auto middle = static_cast<double>(position.images) + 0.5 * static_cast<double>(share.global_size);
-    const double lr =
-        learning_rate(recipe_, static_cast<double>(position.epoch) + middle / static_cast<double>(count));
+    const auto middle =
+        static_cast<double>(position.images) + 0.5 * static_cast<double>(share.global_size);
+    const double lr = learning_rate(
+        recipe_, static_cast<double>(position.epoch) + middle / static_cast<double>(count));
     set_learning_rate(*optimizer_, lr);
 
-    const double loss = step(training_batch(dataset_, indices, recipe_, position.epoch), share.global_size);
+    const double loss =
+        step(training_batch(dataset_, indices, recipe_, position.epoch), share.global_size);
     const auto totals = torch::tensor({loss, stop_requested() ? 1.0 : 0.0}, torch::kDouble);
     comm_->all_reduce(totals);
     position.loss += totals[0].item<double>();
     position.images += share.global_size;
     if (!std::isfinite(position.loss)) {
-      throw Failure("the loss is no longer a number in epoch " + std::to_string(position.epoch + 1) +
-                    ": lower --lr or lengthen --warmup");
+      throw Failure("the loss is no longer a number in epoch " +
+                    std::to_string(position.epoch + 1) + ": lower --lr or lengthen --warmup");
     }
     stopping_ = totals[1].item<double>() > 0;
     watch({position.images, position.loss / static_cast<double>(position.images), lr});

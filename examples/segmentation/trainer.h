@@ -22,15 +22,16 @@ struct StepReport {
   double lr;
 };
 
-/// One network in training: a replica on each rank, gradients averaged by DistributedDataParallel. The same dataset on all ranks.
+/// One network in training: a replica on each rank, gradients averaged by DistributedDataParallel.
+/// The same dataset on all ranks.
 class Trainer {
  public:
-  Trainer(const Recipe& recipe, const Dataset& dataset, std::shared_ptr<syncnorm::Communicator> comm,
-          torch::Device device);
+  Trainer(const Recipe& recipe, const Dataset& dataset,
+          std::shared_ptr<syncnorm::Communicator> comm, torch::Device device);
 
-  /// Goes on from `position` to the end of its epoch (position is then the start of the next), calling `watch` after each step, or
-  /// to the step before which some rank was asked to stop. Collective. Raises Failure on all ranks where the loss is no longer
-  /// a number.
+  /// Goes on from `position` to the end of its epoch (position is then the start of the next),
+  /// calling `watch` after each step, or to the step before which some rank was asked to stop.
+  /// Collective. Raises Failure on all ranks where the loss is no longer a number.
   void train_epoch(Position& position, const std::function<void(const StepReport&)>& watch);
 
   /// Some rank was asked to stop; the same on all ranks.
@@ -39,8 +40,8 @@ class Trainer {
   /// Scores over the held-out pictures. Collective.
   Scores test();
 
-  /// Where all ranks have come to the same state, e.g. before rank 0 saves. Running statistics of --norm batch differ from rank to
-  /// rank; rank 0's are taken, as is the custom. Collective.
+  /// Where all ranks have come to the same state, e.g. before rank 0 saves. Running statistics of
+  /// --norm batch differ from rank to rank; rank 0's are taken, as is the custom. Collective.
   void share_buffers();
 
   UNet& net() { return parallel_.module(); }

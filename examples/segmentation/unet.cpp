@@ -7,7 +7,8 @@ namespace {
 
 namespace nn = torch::nn;
 
-/// The norm goes into a Sequential, never into a typed member, so that convert_sync_batchnorm can replace it.
+/// The norm goes into a Sequential, never into a typed member, so that convert_sync_batchnorm can
+/// replace it.
 void add_norm(nn::Sequential& layers, int64_t channels, const Recipe& recipe) {
   if (recipe.norm == "group") {
     layers->push_back(nn::GroupNorm(recipe.groups, channels));
@@ -20,7 +21,8 @@ nn::Sequential block(int64_t in, int64_t out, const Recipe& recipe) {
   nn::Sequential layers;
   for (const auto from : {in, out}) {
     // A norm's shift does a bias's work.
-    layers->push_back(nn::Conv2d(nn::Conv2dOptions(from, out, 3).padding(1).bias(recipe.norm == "none")));
+    layers->push_back(
+        nn::Conv2d(nn::Conv2dOptions(from, out, 3).padding(1).bias(recipe.norm == "none")));
     add_norm(layers, out, recipe);
     layers->push_back(nn::ReLU(nn::ReLUOptions(true)));
   }
@@ -54,7 +56,8 @@ UNetImpl::UNetImpl(int64_t channels, int64_t classes, const Recipe& recipe)
     down_->push_back(block(features, 2 * features, recipe));
   }
   for (int64_t level = 1; level < recipe.depth; ++level, features /= 2) {
-    up_->push_back(nn::ConvTranspose2d(nn::ConvTranspose2dOptions(features, features / 2, 2).stride(2)));
+    up_->push_back(
+        nn::ConvTranspose2d(nn::ConvTranspose2dOptions(features, features / 2, 2).stride(2)));
     merge_->push_back(block(features, features / 2, recipe));
   }
   head_ = nn::Conv2d(nn::Conv2dOptions(features, classes, 1));
