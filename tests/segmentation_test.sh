@@ -138,7 +138,7 @@ missing=(--data "$work/nowhere")
 refuses "no mask in fewer for p3" 2 --images images --masks fewer
 refuses "20x20 pixels but its mask .* is 20x16" 2 --images images --masks small
 refuses "holds class 7 at row [0-9]+, column [0-9]+" 2 --images images --masks high --classes 2
-refuses "give --palette 000000,ffffff|--palette$" 2 --images images --masks masks255
+refuses "--palette 000000,ffffff" 2 --images images --masks masks255
 refuses "is in colour" 2 --images images --masks colored
 refuses "which --palette does not list" 2 --images images --masks colored --palette 000000,00ff00
 refuses "cannot read broken/p2.png" 3 --images broken --masks masks
