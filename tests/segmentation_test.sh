@@ -11,12 +11,12 @@ cd "$work" || exit 1
 export OMP_NUM_THREADS=1
 failures=0
 
-# ranks N COMMAND...: an mpirun job that cannot hang for ever and has time to stop by itself.
+# ranks N COMMAND...: an mpirun job that cannot hang for ever.
 ranks() {
   local count=$1
   shift
   timeout -k 5 "${LIMIT:-120}" mpirun --allow-run-as-root --oversubscribe --bind-to none \
-    --mca mpi_yield_when_idle 1 --mca odls_base_sigkill_timeout 60 -n "$count" "$@"
+    --mca mpi_yield_when_idle 1 -n "$count" "$@"
 }
 
 fail() {
@@ -123,18 +123,27 @@ done
 succeeds "adamw" 2 --images mixed --masks mixedmasks --size 24x16 --width 4 --depth 3 --optimizer adamw --schedule cosine --epochs 1 --out adamw
 succeeds "palette" 3 --images images --masks colored --palette 000000,ff0000 --width 4 --depth 2 --epochs 1 --out palette
 
-echo "SIGTERM at one rank stops all, with a checkpoint"
-LIMIT=240 ranks 2 "$program" "${small[@]}" --no-plots --epochs 100000 --out stopped >log 2>&1 &
-job=$!
-for _ in $(seq 600); do [ -s stopped/checkpoint.pt ] && break; sleep 0.1; done
-mpirun_pid=$(pgrep -P $job | head -n 1)
-kill -TERM "$(pgrep -P "$mpirun_pid" | tail -n 1)"
-wait $job || fail "a stopped job should end with status 0, not $?"
-grep -q "stopped as asked" log || fail "the job does not say that it stopped"
-succeeds "after the stop" 2 --epochs 0 --out stopped --resume
+# stops SIGNAL WHO: a long job that gets the signal at WHO, rank or mpirun, after its first checkpoint ends well.
+stops() {
+  local signal=$1 who=$2 target
+  rm -rf stopped
+  timeout -k 5 240 mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 -n 2 \
+    "$program" "${small[@]}" --no-plots --epochs 100000 --out stopped >log 2>&1 &
+  local job=$!
+  for _ in $(seq 600); do [ -s stopped/checkpoint.pt ] && break; sleep 0.1; done
+  target=$(pgrep -P $job)
+  [ "$who" = mpirun ] || target=$(pgrep -P "$target" | tail -n 1)
+  kill "-$signal" "$target"
+  wait $job || fail "a job stopped by $signal at $who should end with status 0, not $?"
+  grep -q "stopped as asked" log || fail "the job does not say that it stopped"
+  succeeds "evaluation after the stop" 2 --epochs 0 --out stopped --resume
+}
+
+echo "a signal at one process stops all ranks, with a checkpoint"
+stops TERM rank
+stops USR1 mpirun
 
 echo "what is wrong is said"
-missing=(--data "$work/nowhere")
 refuses "no mask in fewer for p3" 2 --images images --masks fewer
 refuses "20x20 pixels but its mask .* is 20x16" 2 --images images --masks small
 refuses "holds class 7 at row [0-9]+, column [0-9]+" 2 --images images --masks high --classes 2
@@ -144,7 +153,7 @@ refuses "which --palette does not list" 2 --images images --masks colored --pale
 refuses "cannot read broken/p2.png" 3 --images broken --masks masks
 refuses "empty holds no .png" 2 --images empty --masks masks
 refuses "bring all to one size with --size" 2 --images mixed --masks mixedmasks
-refuses "launch/setup" 3 "${missing[@]}"
+refuses "launch/setup" 3 --data "$work/nowhere"
 refuses "norms" 2 --norms sync
 refuses "masks" 2 --images images
 refuses "no-augment contradict" 2 "${pairs[@]}" --no-augment --noise 0.1

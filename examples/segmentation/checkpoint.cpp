@@ -23,6 +23,14 @@ void with_archive(const std::string& path, F read) {
   }
 }
 
+/// Parameters and buffers in a fixed order.
+std::vector<torch::Tensor> state_of(const UNet& net) {
+  auto state = net->parameters();
+  const auto buffers = net->buffers();
+  state.insert(state.end(), buffers.begin(), buffers.end());
+  return state;
+}
+
 }  // namespace
 
 void save_checkpoint(const std::string& path, const CheckpointHeader& header, const UNet& net,
@@ -33,7 +41,10 @@ void save_checkpoint(const std::string& path, const CheckpointHeader& header, co
                                 {"loss", header.position.loss},
                                 {"checksum", header.checksum}};
   torch::serialize::OutputArchive archive, weights, state;
-  net->save(weights);
+  const auto tensors = state_of(net);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    weights.write("tensor" + std::to_string(i), tensors[i].detach(), /*is_buffer=*/true);
+  }
   optimizer.save(state);
   archive.write("header", c10::IValue(about.dump()));
   archive.write("net", weights);
@@ -70,7 +81,15 @@ void load_checkpoint(const std::string& path, UNet& net, torch::optim::Optimizer
   with_archive(path, [&](torch::serialize::InputArchive& archive) {
     torch::serialize::InputArchive weights, state;
     archive.read("net", weights);
-    net->load(weights);
+    // In place: Module::load would swap the parameters' storage, and the data-parallel hooks on
+    // their gradients get lost.
+    torch::NoGradGuard no_grad;
+    const auto tensors = state_of(net);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      torch::Tensor saved;
+      weights.read("tensor" + std::to_string(i), saved, /*is_buffer=*/true);
+      tensors[i].copy_(saved);
+    }
     archive.read("optimizer", state);
     optimizer.load(state);
   });
