@@ -23,10 +23,10 @@ struct Recipe {
   std::string norm = "sync";
   int64_t width = 12, depth = 3, groups = 4;
 
-  int64_t epochs = 30;
+  int64_t epochs = 50;
   int64_t batch_per_rank = 2;
   std::string optimizer = "sgd";
-  double lr = 0.05, momentum = 0.9, weight_decay = 1e-4, warmup = 1;
+  double lr = 0.1, momentum = 0.9, weight_decay = 1e-4, warmup = 1;
   std::string schedule = "poly";
   uint64_t seed = 0;
   bool no_augment = false;

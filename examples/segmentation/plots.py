@@ -161,7 +161,8 @@ def draw_compare(folder):
             spread = scores.std(axis=1, ddof=1) if scores.shape[1] > 1 else None
             axes.errorbar(at, scores.mean(axis=1), spread, color=color, marker=marker, ms=7, lw=2, capsize=3,
                           label=label)
-            axes.scatter(np.repeat(at, scores.shape[1]), scores.ravel(), s=14, color=color, alpha=0.45, lw=0)
+            axes.scatter(np.repeat(at * 1.025, scores.shape[1]), scores.ravel(), s=14, color=color,
+                         alpha=0.55, lw=0)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
