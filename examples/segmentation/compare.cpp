@@ -20,8 +20,8 @@ const std::vector<std::string> kNorms = {"batch", "sync", "group"};
 const std::vector<int64_t> kBatches = {1, 2, 4};
 constexpr int64_t kEpochs = 8, kQuickEpochs = 3;
 
-/// Peak learning rate at a global batch of 4, from a search on this data; it grows linearly with
-/// the global batch (Goyal et al. 2017), alike for batch and sync, which differ in nothing but
+/// Peak learning rate at a global batch of 4, from a short search on this data; it grows linearly
+/// with the global batch (Goyal et al. 2017), alike for batch and sync, which differ in nothing but
 /// whose statistics they take.
 double base_rate(const std::string& norm) { return norm == "group" ? 0.4 : 0.1; }
 
