@@ -160,10 +160,10 @@ refuses "no-augment contradict" 2 "${pairs[@]}" --no-augment --noise 0.1
 refuses "holds an earlier run" 2 "${small[@]}" --out straight
 refuses "no checkpoint straight2" 2 --out straight2 --resume
 refuses "cannot resume with --width 8 .checkpoint: 4." 2 --out straight --resume --width 8
-refuses "trained on other data" 2 --out straight --resume --masks high
+refuses "trained on other data" 2 --out straight --resume --images images --masks high
 head -c 2000 straight/checkpoint.pt >cut && mkdir -p damaged && mv cut damaged/checkpoint.pt
 refuses "damaged or no checkpoint" 3 --out damaged --resume
-refuses "no longer a number" 2 "${small[@]}" --norm none --lr 1e6 --epochs 3 --out diverged --no-plots
+refuses "no longer a number" 2 "${pairs[@]}" --width 4 --norm none --lr 1e6 --warmup 0 --epochs 3 --out diverged --no-plots
 
 [ $failures -eq 0 ] && echo "all passed"
 exit $((failures > 0))
