@@ -23,7 +23,7 @@ struct Recipe {
   std::string norm = "sync";
   int64_t width = 12, depth = 3, groups = 4;
 
-  int64_t epochs = 50;
+  int64_t epochs = 40;
   int64_t batch_per_rank = 2;
   std::string optimizer = "sgd";
   double lr = 0.1, momentum = 0.9, weight_decay = 1e-4, warmup = 1;
