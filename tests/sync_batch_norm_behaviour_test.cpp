@@ -55,6 +55,16 @@ TEST(SyncBatchNormBehaviour, AllRanksEmptyLeaveBuffersAlone) {
     EXPECT_TRUE(torch::equal(module->running_var, torch::ones({4}, torch::kDouble)));
     EXPECT_EQ(module->num_batches_tracked.item<int64_t>(), 0);
   }
+  // No channels at all, and the backward of the backward of nothing.
+  functional::sync_batch_norm(
+      torch::randn({2, 0}), {}, {},
+      functional::SyncBatchNormFuncOptions().training(true).communicator(comm));
+  auto module = make(4, comm);
+  auto x = torch::empty({0, 4}, torch::kDouble).set_requires_grad(true);
+  const auto first =
+      torch::autograd::grad({module->forward(x).sum()}, {x, module->weight}, {}, true, true);
+  (first[0].sum() + first[1].sum()).backward();
+  EXPECT_EQ(module->weight.grad().abs().max().item<double>(), 0);
 }
 
 TEST(SyncBatchNormBehaviour, OneValueInTheWholeBatchIsAnErrorOnEveryRank) {
@@ -337,6 +347,11 @@ TEST(SyncBatchNormBehaviour, BadInputIsAnErrorBeforeAnyCommunication) {
   expect(torch::randn({2, 3}, torch::kDouble), "must match");
   expect(torch::Tensor(), "undefined");
   EXPECT_THROW(SyncBatchNorm(SyncBatchNormOptions(0)), c10::Error);
+  EXPECT_THROW(
+      functional::sync_batch_norm(
+          torch::randn({2, 3}), {}, {},
+          functional::SyncBatchNormFuncOptions().training(true).eps(-1).communicator(comm)),
+      c10::Error);
   module->options.eps(-1);
   expect(torch::randn({2, 3}), "eps");
   EXPECT_EQ(comm->counters().collectives(), 0);

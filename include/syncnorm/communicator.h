@@ -33,14 +33,15 @@ struct Counters {
 /// A fixed group of ranks that moves tensors between them.
 ///
 /// Every operation is collective: all ranks of the group call it, in the same order. Operations
-/// block until the result is in place; a rank that waits longer than SYNCNORM_TIMEOUT seconds
-/// (default 600) raises CommunicationError. Tensors may live on any device; a backend that cannot
-/// reach the device stages through the host. Dtypes: double, float, half, bfloat16 (both summed in
-/// float and rounded once), integers and bool.
+/// block until the result is in place; over MPI a rank that waits longer than SYNCNORM_TIMEOUT
+/// seconds (default 600) for the others to arrive raises CommunicationError, c10d groups keep their
+/// own time-out. Tensors may live on any device; a backend that cannot reach the device stages
+/// through the host. Reductions take double, float, half, bfloat16 (both summed in float and
+/// rounded once) and integers of 8 to 64 bits; gathers and broadcasts take any dtype.
 ///
 /// Thread safety: one thread at a time for each communicator. Different communicators may be used
 /// from different threads at the same time: every backend works on a duplicate of its own.
-class Communicator : public std::enable_shared_from_this<Communicator> {
+class Communicator {
  public:
   virtual ~Communicator() = default;
   Communicator(const Communicator&) = delete;

@@ -6,12 +6,14 @@
 
 namespace syncnorm {
 
-/// Writes parameters and buffers of `module` as a dict of tensors with PyTorch's key names, in a file that Python's torch.load
-/// reads. The file appears whole or not at all (written beside and renamed).
+/// Writes parameters and buffers of `module` as a dict of tensors with PyTorch's key names, in a
+/// file that Python's torch.load reads. The file appears whole or not at all (written beside and
+/// renamed).
 void save_state_dict(const torch::nn::Module& module, const std::string& path);
 
-/// Reads a file of save_state_dict or of Python's torch.save(module.state_dict()) into `module`, in place. Raises c10::Error
-/// naming the keys where one is missing, unexpected or of another shape, having changed nothing.
+/// Reads a file of save_state_dict or of Python's torch.save(module.state_dict()) into `module`, in
+/// place. Raises c10::Error naming the keys where one is missing, unexpected or of another shape,
+/// having changed nothing.
 void load_state_dict(torch::nn::Module& module, const std::string& path);
 
 }  // namespace syncnorm

@@ -15,17 +15,16 @@ namespace syncnorm {
 struct SyncBatchNormOptions {
   /* implicit */ SyncBatchNormOptions(int64_t num_features) : num_features_(num_features) {}
 
-  /// Channels C of the input. Changing it after construction has no effect.
+  /// Channels C of the input. Fixed at construction.
   TORCH_ARG(int64_t, num_features);
   /// Added to the variance. May be changed at any time, on all ranks.
   TORCH_ARG(double, eps) = 1e-5;
   /// Weight of the new statistics in the running ones; nullopt is the cumulative average. May be
   /// changed at any time.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
-  /// Learnable weight and bias. Changing it after construction has no effect.
+  /// Learnable weight and bias. Fixed at construction.
   TORCH_ARG(bool, affine) = true;
-  /// Keep running statistics and use them in evaluation. Changing it after construction has no
-  /// effect.
+  /// Keep running statistics and use them in evaluation. Fixed at construction.
   TORCH_ARG(bool, track_running_stats) = true;
   /// The ranks that share statistics; null is the living Environment's world, looked up at the
   /// first forward.

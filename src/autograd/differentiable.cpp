@@ -1,5 +1,7 @@
 #include "autograd/differentiable.h"
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
 namespace syncnorm {
@@ -14,23 +16,27 @@ using torch::autograd::variable_list;
 struct AllReduceSum : torch::autograd::Function<AllReduceSum> {
   static Variable forward(AutogradContext* ctx, const Variable& local,
                           const Variable& /*participation*/,
-                          const c10::intrusive_ptr<NormCall>& call) {
+                          const c10::intrusive_ptr<NormCall>& call, const std::string& pass) {
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    ctx->saved_data["pass"] = pass;
     const ModuleScope scope(call->module);
-    return exchange_sums(local.detach(), call->comm, "higher derivative");
+    return exchange_sums(local.detach(), call->comm, pass.c_str());
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto call =
         c10::static_intrusive_pointer_cast<NormCall>(ctx->saved_data["call"].toCapsule());
-    return {sum_over_ranks(gradients[0], call), Variable(), Variable()};
+    const auto pass = "backward of " + ctx->saved_data["pass"].toStringRef();
+    return {sum_over_ranks(gradients[0], call, pass), Variable(), Variable(), Variable()};
   }
 
   // Every rank gets a node, also one whose `local` needs no gradient: the others' backward waits
   // for it.
-  static Variable sum_over_ranks(const Variable& local, const c10::intrusive_ptr<NormCall>& call) {
+  // `pass` tells the sums of one derivative apart, should ranks run them in another order.
+  static Variable sum_over_ranks(const Variable& local, const c10::intrusive_ptr<NormCall>& call,
+                                 const std::string& pass) {
     const auto participation = at::zeros({}, local.options()).set_requires_grad(true);
-    return apply(local, participation, call);
+    return apply(local, participation, call, pass);
   }
 };
 
@@ -40,6 +46,7 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
                                       const at::Tensor& bias, const at::Tensor& dy,
                                       const at::Tensor& mean, const NormCall& call) {
   const auto shared_call = c10::make_intrusive<NormCall>(call);
+  const double count = std::max(call.count, 1.0);  // no values: sums of nothing stay zero, not NaN
   std::vector<int64_t> reduced;
   std::vector<int64_t> broadcast(x.dim(), 1);
   for (int64_t d = 0; d < x.dim(); ++d)
@@ -52,8 +59,9 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
 
   const auto shifted = x.to(at::kDouble) - slots(mean);
   const auto gradient = dy.to(at::kDouble);
-  const auto moments =
-      AllReduceSum::sum_over_ranks(sums(shifted, shifted * shifted), shared_call) / call.count;
+  const auto moments = AllReduceSum::sum_over_ranks(sums(shifted, shifted * shifted), shared_call,
+                                                    "statistics again") /
+                       count;
   const auto rstd = (moments[1] - moments[0] * moments[0] + call.eps).rsqrt();
   const auto normalized = (shifted - slots(moments[0])) * slots(rstd);
   const auto local = sums(gradient, gradient * normalized);
@@ -62,7 +70,7 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
   if (weight.defined()) result[1] = local[1].to(weight.scalar_type());
   if (bias.defined()) result[2] = local[0].to(bias.scalar_type());
   if (!call.reduce_backward) return result;
-  const auto means = AllReduceSum::sum_over_ranks(local, shared_call) / call.count;
+  const auto means = AllReduceSum::sum_over_ranks(local, shared_call, "gradient sums") / count;
   const auto scale = weight.defined() ? rstd * weight.to(at::kDouble) : rstd;
   result[0] = (slots(scale) * (gradient - slots(means[0]) - normalized * slots(means[1])))
                   .to(x.scalar_type());

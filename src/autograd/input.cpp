@@ -11,7 +11,7 @@ ChannelInput::ChannelInput(const at::Tensor& tensor)
   data = data.to(compute_dtype(tensor.scalar_type())).contiguous(format);
   const int64_t samples = tensor.size(0);
   const int64_t channels = tensor.size(1);
-  const int64_t space = samples > 0 ? tensor.numel() / (samples * channels) : 0;
+  const int64_t space = samples * channels > 0 ? tensor.numel() / (samples * channels) : 0;
   const bool interleaved = format != at::MemoryFormat::Contiguous || space == 1;
   layout = interleaved ? kernels::SlotLayout{samples * space, channels, 1}
                        : kernels::SlotLayout{samples, channels, space};

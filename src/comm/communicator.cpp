@@ -9,6 +9,7 @@
 #include <numeric>
 #include <sstream>
 
+#include "comm/reduction.h"
 #include "comm/signature.h"
 #include "comm/timeout.h"
 
@@ -147,9 +148,7 @@ bool Communicator::gather_diagnostics(const at::Tensor& mine, at::Tensor& all, d
 
 void Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op) {
   check_tensor(tensor, "all_reduce");
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK(at::isFloatingType(dtype) || at::isIntegralType(dtype, /*includeBool=*/false),
-              "all_reduce: cannot reduce dtype ", dtype, "; use a floating or integer type");
+  check_reducible(tensor.scalar_type(), "all_reduce");
   run("all_reduce", tensor, static_cast<int64_t>(op), [&] {
     ++counters_.all_reduce;
     const auto target = tensor.detach();
@@ -173,6 +172,7 @@ at::Tensor Communicator::all_gather(const at::Tensor& shard, at::IntArrayRef siz
 
 at::Tensor Communicator::reduce_scatter(const at::Tensor& tensor, at::IntArrayRef sizes) {
   check_tensor(tensor, "reduce_scatter");
+  check_reducible(tensor.scalar_type(), "reduce_scatter");
   check_sizes(sizes, size_, "reduce_scatter");
   TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == sum(sizes), "reduce_scatter: sizes ", sizes,
               " add up to ", sum(sizes), " rows, the tensor has shape ", tensor.sizes());

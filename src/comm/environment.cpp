@@ -45,26 +45,22 @@ void refuse_separate_worlds(int world_size) {
   }
 }
 
-int usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0)
-    return static_cast<int>(std::thread::hardware_concurrency());
-  return CPU_COUNT(&set);
+/// ATen's threads for this rank: its own cores where the launcher bound the ranks apart, else its
+/// share of the common ones.
+int fair_threads(MPI_Comm node, int local_size) {
+  cpu_set_t mine;
+  cpu_set_t all;
+  CPU_ZERO(&mine);
+  if (sched_getaffinity(0, sizeof mine, &mine) != 0) return 1;
+  check_mpi(MPI_Allreduce(&mine, &all, sizeof mine, MPI_BYTE, MPI_BOR, node), "MPI_Allreduce");
+  const int cores = CPU_COUNT(&mine);
+  const bool apart = CPU_COUNT(&all) > cores;
+  return std::max(1, apart ? cores : cores / local_size);
 }
 
-void set_threads(int local_size) {
-  if (std::getenv("OMP_NUM_THREADS") != nullptr) return;
-  // Bound to a part of the node, the cores in sight are this rank's own; unbound, all ranks see and
-  // share them all.
-  const int cores = usable_cores();
-  const bool bound =
-      cores < static_cast<int>(std::thread::hardware_concurrency()) && local_size > 1;
-  at::set_num_threads(std::max(1, bound ? cores : cores / local_size));
-}
-
-// Programs link the CPU half of LibTorch, since the CUDA half costs every process a third of a second at start. Where the
-// driver's device is there, load it, before anybody asks ATen whether there is CUDA: ATen remembers the answer.
+// Programs link the CPU half of LibTorch, since the CUDA half costs every process a third of a
+// second at start. Where the driver's device is there, load it, before anybody asks ATen whether
+// there is CUDA: ATen remembers the answer.
 void load_cuda_where_there_is_a_gpu() {
   if (access("/dev/nvidiactl", F_OK) == 0) dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
 }
@@ -117,10 +113,11 @@ void Environment::start(int& argc, char**& argv) {
             "MPI_Comm_split_type");
   MPI_Comm_rank(node, &local_rank_);
   MPI_Comm_size(node, &local_size_);
+  if (std::getenv("OMP_NUM_THREADS") == nullptr)
+    at::set_num_threads(fair_threads(node, local_size_));
   check_mpi(MPI_Comm_free(&node), "MPI_Comm_free");
   board = new StatusBoard();
   world_ = mpi_communicator(MPI_COMM_WORLD);
-  set_threads(local_size_);
   living = this;
 }
 

@@ -29,8 +29,9 @@ class InFlight {
  public:
   explicit InFlight(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
   ~InFlight() {
-    if (std::uncaught_exceptions() > exceptions_) new std::vector<at::Tensor>(std::move(tensors_));
+    if (std::uncaught_exceptions() > exceptions_) give_up();
   }
+  void give_up() { new std::vector<at::Tensor>(std::move(tensors_)); }
   InFlight(const InFlight&) = delete;
   InFlight& operator=(const InFlight&) = delete;
 

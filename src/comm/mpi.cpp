@@ -4,7 +4,6 @@
 #include <chrono>
 #include <climits>
 #include <cstring>
-#include <mutex>
 #include <numeric>
 #include <random>
 #include <sstream>
@@ -14,6 +13,8 @@
 #include "comm/mpi_check.h"
 #include "comm/mpi_limits.h"
 #include "comm/mpi_types.h"
+#include "comm/reduction.h"
+#include "comm/serial_lock.h"
 #include "comm/signature.h"
 #include "comm/status_board.h"
 #include "comm/timeout.h"
@@ -29,40 +30,11 @@ constexpr int64_t kBlockingBytes = 32 * 1024;
 
 int64_t max_count = INT_MAX;
 
-// Under MPI_THREAD_SERIALIZED the threads of this process take turns.
-std::mutex& serial_mutex() {
-  static std::mutex mutex;
-  return mutex;
-}
-
-class SerialLock {
- public:
-  explicit SerialLock(bool serialized) {
-    if (serialized) lock_ = std::unique_lock<std::mutex>(serial_mutex());
-  }
-
- private:
-  std::unique_lock<std::mutex> lock_;
-};
-
-int query_thread_level() {
-  int initialized = 0;
-  MPI_Initialized(&initialized);
-  TORCH_CHECK(initialized,
-              "mpi_communicator: MPI is not initialised; make a syncnorm::Environment first");
-  int level = MPI_THREAD_SINGLE;
-  check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
-  TORCH_CHECK(level >= MPI_THREAD_SERIALIZED,
-              "mpi_communicator: MPI was initialised for one thread only; initialise it with "
-              "MPI_Init_thread and "
-              "MPI_THREAD_MULTIPLE, or let syncnorm::Environment do it");
-  return level;
-}
-
 class MpiCommunicator final : public Communicator {
  public:
   MpiCommunicator(MPI_Comm own, int rank, int size, std::string name, bool serialized)
       : Communicator(rank, size, std::move(name)), comm_(own), serialized_(serialized) {
+    const SerialLock lock(serialized_);
     check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     if (rank == 0) uid_ = std::random_device()() | (uint64_t{std::random_device()()} << 32) | 1;
     check_mpi(MPI_Bcast(&uid_, 1, MPI_UINT64_T, 0, comm_), "MPI_Bcast");
@@ -73,7 +45,8 @@ class MpiCommunicator final : public Communicator {
   ~MpiCommunicator() override {
     int finalized = 1;
     MPI_Finalized(&finalized);
-    if (finalized) return;
+    // A request that nobody waits for any more still refers to the communicator.
+    if (finalized || pending_) return;
     const SerialLock lock(serialized_);
     MPI_Comm_free(&comm_);
   }
@@ -137,24 +110,26 @@ class MpiCommunicator final : public Communicator {
       }
       return;
     }
-    std::vector<int> counts;
-    std::vector<int> displacements;
+    const auto layout = at::empty({2, size()}, at::kInt);
+    const InFlight in_flight({layout});
+    int* counts = layout.data_ptr<int>();
+    int* displacements = counts + size();
     int offset = 0;
-    for (const int64_t size : sizes) {
-      counts.push_back(static_cast<int>(size * row));
-      displacements.push_back(offset);
-      offset += counts.back();
+    for (int r = 0; r < size(); ++r) {
+      counts[r] = static_cast<int>(sizes[r] * row);
+      displacements[r] = offset;
+      offset += counts[r];
     }
     const void* mine = shard.const_data_ptr();
     move(
         offset,
         [&](MPI_Request* r) {
-          return MPI_Iallgatherv(mine, counts[rank()], MPI_BYTE, data, counts.data(),
-                                 displacements.data(), MPI_BYTE, comm_, r);
+          return MPI_Iallgatherv(mine, counts[rank()], MPI_BYTE, data, counts, displacements,
+                                 MPI_BYTE, comm_, r);
         },
         [&] {
-          return MPI_Allgatherv(mine, counts[rank()], MPI_BYTE, data, counts.data(),
-                                displacements.data(), MPI_BYTE, comm_);
+          return MPI_Allgatherv(mine, counts[rank()], MPI_BYTE, data, counts, displacements,
+                                MPI_BYTE, comm_);
         });
   }
 
@@ -169,20 +144,22 @@ class MpiCommunicator final : public Communicator {
     const auto& input = stage.host();
     auto shape = tensor.sizes().vec();
     const int64_t row = tensor.numel() / std::max<int64_t>(shape[0], 1);
-    std::vector<int> counts;
-    for (const int64_t size : sizes) counts.push_back(static_cast<int>(size * row));
+    const auto counts = (at::tensor(sizes, at::kLong) * row).to(at::kInt);
     shape[0] = sizes[rank()];
     const auto output = at::empty(shape, input.options());
     const auto type = mpi_datatype(input.scalar_type());
-    const InFlight in_flight({input, output});
+    const InFlight in_flight({input, output, counts});
     const void* from = input.const_data_ptr();
     void* to = output.data_ptr();
     move(
         static_cast<int64_t>(input.nbytes()),
         [&](MPI_Request* r) {
-          return MPI_Ireduce_scatter(from, to, counts.data(), type, MPI_SUM, comm_, r);
+          return MPI_Ireduce_scatter(from, to, counts.const_data_ptr<int>(), type, MPI_SUM, comm_,
+                                     r);
         },
-        [&] { return MPI_Reduce_scatter(from, to, counts.data(), type, MPI_SUM, comm_); });
+        [&] {
+          return MPI_Reduce_scatter(from, to, counts.const_data_ptr<int>(), type, MPI_SUM, comm_);
+        });
     return output.to(tensor.device(), tensor.scalar_type());
   }
 
@@ -193,16 +170,16 @@ class MpiCommunicator final : public Communicator {
   std::shared_ptr<Communicator> do_split(int color, int key) override {
     do_barrier();  // with its time-out; MPI_Comm_split has none
     MPI_Comm child = MPI_COMM_NULL;
+    int child_rank = 0;
+    int child_size = 0;
     {
       const SerialLock lock(serialized_);
       check_mpi(MPI_Comm_split(comm_, color < 0 ? MPI_UNDEFINED : color, key, &child),
                 "MPI_Comm_split");
+      if (child == MPI_COMM_NULL) return nullptr;
+      MPI_Comm_rank(child, &child_rank);
+      MPI_Comm_size(child, &child_size);
     }
-    if (child == MPI_COMM_NULL) return nullptr;
-    int child_rank = 0;
-    int child_size = 0;
-    MPI_Comm_rank(child, &child_rank);
-    MPI_Comm_size(child, &child_size);
     return std::make_shared<MpiCommunicator>(child, child_rank, child_size,
                                              name() + "/split(" + std::to_string(color) + ")",
                                              serialized_);
@@ -212,6 +189,7 @@ class MpiCommunicator final : public Communicator {
     auto shape = mine.sizes().vec();
     shape[0] = size();
     all = at::empty(shape, mine.options());
+    InFlight in_flight({mine, all});
     const auto count = static_cast<int>(mine.nbytes());
     MPI_Request request = MPI_REQUEST_NULL;
     {
@@ -220,11 +198,9 @@ class MpiCommunicator final : public Communicator {
                                MPI_BYTE, comm_, &request),
                 "MPI_Iallgather");
     }
-    if (finish(request, seconds)) return true;
-    // MPI may still write there once the others come; the job is ending, so the memory is given up.
-    new at::Tensor(all);
-    new at::Tensor(mine);
-    note_abandoned_operation();
+    if (finish(request, seconds, /*watch_peers=*/false)) return true;
+    in_flight.give_up();
+    abandon();
     return false;
   }
 
@@ -257,7 +233,9 @@ class MpiCommunicator final : public Communicator {
   void meet(int64_t bytes) {
     const auto size_word = static_cast<double>(bytes);
     const double kind_word = Signature().add("operation", operation().kind).tag();
-    double words[4] = {size_word, -size_word, kind_word, -kind_word};
+    const auto buffer = at::tensor({size_word, -size_word, kind_word, -kind_word}, at::kDouble);
+    const InFlight in_flight({buffer});
+    auto* words = buffer.data_ptr<double>();
     start_and_wait([&](MPI_Request* r) {
       return MPI_Iallreduce(MPI_IN_PLACE, words, 4, MPI_DOUBLE, MPI_MAX, comm_, r);
     });
@@ -298,19 +276,24 @@ class MpiCommunicator final : public Communicator {
       const SerialLock lock(serialized_);
       check_transport(start(&request));
     }
-    if (finish(request, timeout_seconds())) return;
+    if (finish(request, timeout_seconds(), /*watch_peers=*/true)) return;
+    pending_ = true;
     const auto failed = peers_in(StatusBoard::Fate::failed);
     if (!failed.empty()) throw TransportError(describe_operation() + ": it failed on " + failed);
-    note_abandoned_operation();
+    abandon();
     throw CommunicationError(timeout_report());
   }
 
-  /// Polls until done; false after `seconds`, or once it is known that a rank has failed in it or
-  /// has ended without it.
-  bool finish(MPI_Request& request, double seconds) {
+  void abandon() {
+    pending_ = true;
+    note_abandoned_operation();
+  }
+
+  /// Polls until done; false after `seconds`, or, where peers are watched, once it is known that
+  /// one has failed in it or has ended without it.
+  bool finish(MPI_Request& request, double seconds, bool watch_peers) {
     using Clock = std::chrono::steady_clock;
-    constexpr int kSpins =
-        200;  // some tens of microseconds: past that, let other ranks on this core run
+    constexpr int kSpins = 200;  // tens of microseconds: then let other ranks on this core run
     const auto start = Clock::now();
     auto next_look = start + std::chrono::seconds(1);
     for (int64_t polls = 0;; ++polls) {
@@ -326,7 +309,7 @@ class MpiCommunicator final : public Communicator {
       if (polls % 64 != 0) continue;
       const auto now = Clock::now();
       if (std::chrono::duration<double>(now - start).count() > seconds) return false;
-      if (now > next_look) {
+      if (watch_peers && now > next_look) {
         if (!peers_in(StatusBoard::Fate::failed).empty() ||
             !peers_in(StatusBoard::Fate::ended).empty())
           return false;
@@ -400,11 +383,12 @@ class MpiCommunicator final : public Communicator {
   bool serialized_;
   uint64_t uid_ = 0;
   int line_ = -1;
+  bool pending_ = false;  // a request was left behind
   std::vector<int> world_ranks_;
 };
 
 std::shared_ptr<Communicator> make(MPI_Comm comm, std::string name) {
-  const bool serialized = query_thread_level() == MPI_THREAD_SERIALIZED;
+  const bool serialized = mpi_is_serialized();
   ReturnWorldErrors::install();
   TORCH_CHECK(comm != MPI_COMM_NULL, "mpi_communicator: got MPI_COMM_NULL");
   int inter = 0;
@@ -413,9 +397,12 @@ std::shared_ptr<Communicator> make(MPI_Comm comm, std::string name) {
   MPI_Comm own = MPI_COMM_NULL;
   int rank = 0;
   int size = 0;
-  check_mpi(MPI_Comm_dup(comm, &own), "MPI_Comm_dup");
-  check_mpi(MPI_Comm_rank(own, &rank), "MPI_Comm_rank");
-  check_mpi(MPI_Comm_size(own, &size), "MPI_Comm_size");
+  {
+    const SerialLock lock(serialized);
+    check_mpi(MPI_Comm_dup(comm, &own), "MPI_Comm_dup");
+    check_mpi(MPI_Comm_rank(own, &rank), "MPI_Comm_rank");
+    check_mpi(MPI_Comm_size(own, &size), "MPI_Comm_size");
+  }
   return std::make_shared<MpiCommunicator>(own, rank, size, std::move(name), serialized);
 }
 

@@ -2,10 +2,6 @@
 
 namespace syncnorm {
 
-at::ScalarType reduction_dtype(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
-}
-
 MPI_Datatype mpi_datatype(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:

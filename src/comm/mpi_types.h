@@ -7,10 +7,6 @@
 
 namespace syncnorm {
 
-/// Dtype in which a reduction of `dtype` is computed: float for half and bfloat16, otherwise
-/// `dtype`.
-at::ScalarType reduction_dtype(at::ScalarType dtype);
-
 /// MPI's name for a dtype it can add; raises c10::Error for others.
 MPI_Datatype mpi_datatype(at::ScalarType dtype);
 

@@ -66,6 +66,7 @@ int StatusBoard::open_line(uint64_t uid) {
 void StatusBoard::enter(int line, uint64_t uid, uint64_t sequence, const std::string& operation) {
   auto& entry = mine_->lines[line];
   ++entry.version;
+  if (entry.uid != uid) entry.failed_sequence = 0;  // the line changes hands
   entry.uid = uid;
   const auto length = std::min<size_t>(operation.size(), kText - 1);
   for (size_t i = 0; i < length; ++i) entry.text[i].store(operation[i], std::memory_order_relaxed);

@@ -2,6 +2,8 @@
 
 #include <torch/torch.h>
 
+#include <cmath>
+
 #include "autograd/input.h"
 #include "autograd/moments.h"
 #include "autograd/norm_function.h"
@@ -69,11 +71,16 @@ void check_batch_norm_input(const torch::Tensor& input, int64_t channels,
   check_per_channel(arguments.bias, "bias", channels, input, name);
   check_per_channel(arguments.running_mean, "running_mean", channels, input, name);
   check_per_channel(arguments.running_var, "running_var", channels, input, name);
-  for (const auto& values : {arguments.weight, arguments.bias})
+  for (const auto& values :
+       {arguments.weight, arguments.bias, arguments.running_mean, arguments.running_var})
     TORCH_CHECK_TYPE(!values.defined() || values.scalar_type() == dtype ||
                          (is_half(dtype) && values.scalar_type() == torch::kFloat),
-                     name, ": input is ", dtype, " but weight or bias is ", values.scalar_type(),
-                     "; they must match, or be float for half and bfloat16 input");
+                     name, ": input is ", dtype, " but parameters or running statistics are ",
+                     values.scalar_type(), "; they must match, or be float for half and bfloat16");
+  TORCH_CHECK_VALUE(arguments.eps >= 0 && std::isfinite(arguments.eps), name,
+                    ": eps must be finite and not negative, got ", arguments.eps);
+  TORCH_CHECK_VALUE(arguments.momentum >= 0 && arguments.momentum <= 1, name,
+                    ": momentum must be in [0, 1], got ", arguments.momentum);
 }
 
 std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input,

@@ -205,8 +205,13 @@ std::shared_ptr<Module> convert_sync_batchnorm(const ModulePtr& module,
 
 std::shared_ptr<Module> revert_sync_batchnorm(const ModulePtr& module) {
   TORCH_CHECK(module != nullptr, "revert_sync_batchnorm: the module is null.");
-  const auto wanted = [](const Module& m, const std::string&) {
-    return m.as<SyncBatchNormImpl>() != nullptr;
+  const auto wanted = [](const Module& m, const std::string& path) {
+    if (m.as<SyncBatchNormImpl>() == nullptr) return false;
+    TORCH_CHECK(typeid(m) == typeid(SyncBatchNormImpl), "revert_sync_batchnorm: '", path, "' is a ",
+                m.name(),
+                ", a class derived from SyncBatchNorm, whose own forward would be lost. "
+                "Nothing was changed.");
+    return true;
   };
   if (wanted(*module, "")) return revert_one(*module).module();
   auto sites = find_norms(module, wanted);

@@ -1,7 +1,6 @@
 #include "syncnorm/sync_batch_norm.h"
 
 #include <atomic>
-#include <cmath>
 
 #include "nn/batch_norm.h"
 
@@ -61,17 +60,13 @@ const std::string& SyncBatchNormImpl::display_name() const {
 }
 
 torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
-  const auto& momentum = options.momentum();
-  TORCH_CHECK_VALUE(options.eps() >= 0 && std::isfinite(options.eps()), display_name(),
-                    ": eps must be finite and not negative, got ", options.eps());
-  TORCH_CHECK_VALUE(!momentum || (*momentum >= 0 && *momentum <= 1), display_name(),
-                    ": momentum must be in [0, 1] or absent");
   BatchNormArguments arguments;
   arguments.weight = weight;
   arguments.bias = bias;
   arguments.running_mean = running_mean;
   arguments.running_var = running_var;
   arguments.eps = options.eps();
+  arguments.momentum = options.momentum().value_or(0);
   arguments.comm = options.communicator();
   arguments.name = display_name();
   check_batch_norm_input(input, options.num_features(), arguments);
@@ -81,8 +76,8 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
   arguments.update_running =
       is_training() && running_mean.defined() && !FreezeRunningStatsGuard::active();
   if (arguments.update_running)
-    arguments.momentum =
-        momentum.value_or(1.0 / static_cast<double>(num_batches_tracked.item<int64_t>() + 1));
+    arguments.momentum = options.momentum().value_or(
+        1.0 / static_cast<double>(num_batches_tracked.item<int64_t>() + 1));
   auto [output, count] = normalize_with_batch(input, arguments);
   if (arguments.update_running && count > 0) num_batches_tracked.add_(1);
   return output;

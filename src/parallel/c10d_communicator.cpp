@@ -7,18 +7,13 @@
 #include <utility>
 #include <vector>
 
+#include "comm/reduction.h"
 #include "syncnorm/process_group.h"
 
 namespace syncnorm {
 namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-/// The dtype in which `dtype` is summed: what the backends offer and what does not lose digits.
-at::ScalarType wire_dtype(at::ScalarType dtype) {
-  if (dtype == at::kHalf || dtype == at::kBFloat16) return at::kFloat;
-  return dtype;
-}
 
 /// Communicates through a libtorch process group. Its ranks may be numbered otherwise there (see
 /// split): `group_ranks[r]` is the process group's name for our rank r.
@@ -32,7 +27,7 @@ class C10dCommunicator final : public Communicator {
  protected:
   void do_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
     attempt([&] {
-      std::vector<at::Tensor> wire{to_wire(tensor, wire_dtype(tensor.scalar_type()))};
+      std::vector<at::Tensor> wire{to_wire(tensor, reduction_dtype(tensor.scalar_type()))};
       c10d::AllreduceOptions options;
       options.reduceOp = op == ReduceOp::sum   ? c10d::ReduceOp::SUM
                          : op == ReduceOp::max ? c10d::ReduceOp::MAX
@@ -45,7 +40,7 @@ class C10dCommunicator final : public Communicator {
   at::Tensor do_all_gather(const at::Tensor& shard, at::IntArrayRef sizes) override {
     return attempt([&] {
       const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
-      auto mine = to_wire(padded(shard, longest), shard.scalar_type());
+      auto mine = to_wire(padded(shard, longest), shard.scalar_type()).view({-1});
       auto all = at::empty({size() * mine.numel()}, mine.options());
       group_->_allgather_base(all, mine)->wait();
       auto shape = shard.sizes().vec();
@@ -66,7 +61,7 @@ class C10dCommunicator final : public Communicator {
       std::vector<at::Tensor> blocks(size());
       const auto parts = tensor.split_with_sizes(sizes);
       for (int r = 0; r < size(); ++r) blocks[group_ranks_[r]] = padded(parts[r], longest);
-      auto all = to_wire(at::cat(blocks), wire_dtype(tensor.scalar_type()));
+      auto all = to_wire(at::cat(blocks), reduction_dtype(tensor.scalar_type())).view({-1});
       auto mine = at::empty({all.numel() / size()}, all.options());
       group_->_reduce_scatter_base(mine, all)->wait();
       auto shape = tensor.sizes().vec();

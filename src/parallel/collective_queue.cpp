@@ -9,6 +9,8 @@
 #include <mutex>
 #include <utility>
 
+#include "comm/timeout.h"
+
 namespace syncnorm {
 namespace {
 
@@ -50,6 +52,7 @@ CollectiveQueue::~CollectiveQueue() {
     return;
   }
   state_->abandoned = true;
+  note_abandoned_operation();
   lock.unlock();
   thread_.detach();
   TORCH_WARN(

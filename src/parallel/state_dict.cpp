@@ -10,7 +10,6 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <unordered_map>
 
 #include "parallel/pickle_reader.h"
 
