@@ -1,5 +1,7 @@
 #include "syncnorm/data_parallel.h"
 
+#include <sstream>
+
 #include "support/world.h"
 #include "syncnorm/sync_batch_norm.h"
 
@@ -303,6 +305,34 @@ TEST(DistributedDataParallel, DifferentModulesAreAnErrorThatNamesTheParameterOnE
   const auto message = refusal(world, nn::Sequential(nn::Linear(3, 4)),
                                over(world).bucket_cap_bytes(odd ? 100 : 200));
   EXPECT_NE(message.find("bucket_cap_bytes 200"), std::string::npos) << message;
+}
+
+TEST(DistributedDataParallel, LoadingIntoAWrappedModuleIsReducedOrRefused) {
+  const auto world = new_world();
+  auto net = linear_net();
+  DistributedDataParallel<nn::Sequential> ddp(net, over(world));
+  std::stringstream archive;
+  torch::save(net, archive);
+  torch::load(net, archive);
+  try {
+    ddp(torch::randn({2, 5}) + world->rank()).square().sum().backward();
+  } catch (const c10::Error& error) {
+    const std::string message = error.what();
+    EXPECT_NE(message.find("was replaced after the module was wrapped"), std::string::npos)
+        << message;
+    return;
+  }
+  for (const auto& item : net->named_parameters())
+    EXPECT_TRUE(bit_equal_across(*world, item.value().grad())) << item.key();
+}
+
+TEST(DistributedDataParallel, ReplacedParameterDataIsAnErrorThatNamesIt) {
+  const auto world = new_world();
+  auto net = linear_net();
+  DistributedDataParallel<nn::Sequential> ddp(net, over(world));
+  net->to(torch::kDouble);
+  const auto message = message_of<c10::Error>([&] { ddp(torch::randn({2, 5}, torch::kDouble)); });
+  EXPECT_NE(message.find("'0.weight'"), std::string::npos) << message;
 }
 
 TEST(DistributedDataParallel, RefusesBadArgumentsBeforeCommunicating) {

@@ -80,12 +80,16 @@ struct DataParallelReducer::State {
   std::shared_ptr<c10d::Logger> logger;
   bool sync = true;
 
-  // Names of the Reducer's parameters, by its index.
+  // The Reducer's parameters by its index: themselves, their names, and the nodes its hooks hang
+  // on.
+  std::vector<torch::Tensor> reduced;
   std::vector<std::string> names;
+  std::vector<const torch::autograd::Node*> accumulators;
 
   bool reduces() const { return sync && reducer != nullptr && torch::GradMode::is_enabled(); }
   void make_reducer(const NamedTensors& parameters);
   std::string names_in(const std::string& message) const;
+  void check_hooks() const;
 
   /// Calls `body`; adds names to a complaint of the Reducer, which knows parameters by number.
   template <typename Body>
@@ -114,6 +118,19 @@ std::string DataParallelReducer::State::names_in(const std::string& message) con
   return text;
 }
 
+/// Some ways of giving a parameter new data (set_data on another dtype or device, a load from an
+/// archive) cut it off from the Reducer's hooks: its gradient would no longer be averaged, and
+/// nothing else would tell.
+void DataParallelReducer::State::check_hooks() const {
+  for (size_t i = 0; i < reduced.size(); ++i) {
+    TORCH_CHECK(
+        torch::autograd::impl::grad_accumulator(reduced[i]).get() == accumulators[i],
+        "DistributedDataParallel: the data of '", names[i],
+        "' was replaced after the module was wrapped, so its gradient would not be averaged. Load "
+        "state before wrapping, or copy into the parameters in place (load_state_dict does).");
+  }
+}
+
 void DataParallelReducer::State::make_reducer(const NamedTensors& parameters) {
   std::vector<torch::Tensor> params;
   std::unordered_map<size_t, std::string> names_by_index;
@@ -138,6 +155,9 @@ void DataParallelReducer::State::make_reducer(const NamedTensors& parameters) {
       options.gradient_as_bucket_view(), std::move(names_by_index), first_cap,
       /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
       /*bucket_bytes_cap_list=*/std::vector<int64_t>{});
+  for (const auto& parameter : params)
+    accumulators.push_back(torch::autograd::impl::grad_accumulator(parameter).get());
+  reduced = params;
   logger = std::make_shared<c10d::Logger>(reducer);
   reducer->set_logger(logger);
 }
@@ -170,6 +190,7 @@ DataParallelReducer::~DataParallelReducer() = default;
 
 void DataParallelReducer::before_forward() {
   if (state_->reduces()) {
+    state_->check_hooks();
     state_->with_names([&] {
       state_->reducer->prepare_for_forward();
       state_->reducer->rebuild_buckets();
