@@ -11,7 +11,7 @@ fail() {
 # Cores this process may use: its CPU affinity and, in a container, its CPU quota.
 usable_cores() {
   local cores quota period
-  cores=$(nproc)
+  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # nproc would report those instead
   if [[ -r /sys/fs/cgroup/cpu.max ]]; then
     read -r quota period </sys/fs/cgroup/cpu.max
     if [[ $quota != max ]] && ((quota / period >= 1 && quota / period < cores)); then cores=$((quota / period)); fi

@@ -103,9 +103,8 @@ void Communicator::check_fingerprints(const char* kind, const at::Tensor& payloa
   const bool by_row = std::strcmp(kind, "all_gather") == 0;
   if (payload.defined()) {
     mine.add("wire dtype", c10::toString(payload.scalar_type()));
-    mine.add("elements", by_row ? payload.numel() / std::max<int64_t>(payload.size(0), 1) *
-                                      (payload.size(0) > 0)
-                                : payload.numel());
+    const auto extents = payload.sizes().slice(by_row ? 1 : 0);
+    mine.add(by_row ? "elements a row" : "elements", c10::multiply_integers(extents));
   }
   at::Tensor all;
   if (!gather_diagnostics(to_bytes(mine.text()), all, timeout_seconds()))
