@@ -8,11 +8,12 @@
 
 namespace syncnorm {
 namespace {
-std::atomic<bool> abandoned{false};
+std::atomic<int> abandoned{0};
 }
 
-void note_abandoned_operation() { abandoned = true; }
-bool operation_abandoned() { return abandoned; }
+void note_abandoned_operation() { ++abandoned; }
+void note_late_completion() { --abandoned; }
+bool operation_abandoned() { return abandoned > 0; }
 
 double timeout_seconds() {
   static const double seconds = [] {

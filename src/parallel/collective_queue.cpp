@@ -87,6 +87,7 @@ void CollectiveQueue::serve(const std::shared_ptr<State>& state) {
     lock.lock();
   }
   state->done = true;
+  if (state->abandoned) note_late_completion();
   state->changed.notify_all();
 }
 
