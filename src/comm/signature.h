@@ -7,6 +7,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "comm/fnv1a.h"
+
 namespace syncnorm {
 
 /// What a rank believes about a collective, as text "field=value;field=value;": hashed into the tag
@@ -36,8 +38,7 @@ class Signature {
 
   /// 16-bit hash: its square summed over 2^20 ranks is still exact in double.
   uint16_t tag() const {
-    uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
-    for (const unsigned char c : text_) hash = (hash ^ c) * 0x100000001b3u;
+    const uint64_t hash = fnv1a(text_);
     return static_cast<uint16_t>(hash ^ (hash >> 16) ^ (hash >> 32) ^ (hash >> 48));
   }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "comm/fnv1a.h"
+
 namespace syncnorm {
 namespace {
 
@@ -39,13 +41,6 @@ Lines split_lines(const std::string& text) {
   std::istringstream stream(text);
   for (std::string line; std::getline(stream, line);) lines.push_back(line);
   return lines;
-}
-
-/// Fowler-Noll-Vo 1a, 64 bits: the same on every machine, which std::hash does not promise.
-uint64_t fnv1a(const std::string& text) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (const unsigned char byte : text) hash = (hash ^ byte) * 1099511628211ULL;
-  return hash;
 }
 
 /// Every rank's text, in rank order.
