@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "nn/module_registry.h"
+#include "syncnorm/named_module.h"
 #include "syncnorm/sync_batch_norm.h"
 
 namespace syncnorm {
@@ -227,6 +228,8 @@ void name_modules(Module& module) {
   for (const auto& item : module.named_modules("", /*include_self=*/false)) {
     auto* norm = item.value()->as<SyncBatchNormImpl>();
     if (norm != nullptr && norm->options.name().empty()) norm->options.name(item.key());
+    auto* named = dynamic_cast<NamedModule*>(item.value().get());
+    if (named != nullptr && !named->has_given_name()) named->set_display_name(item.key());
   }
 }
 

@@ -1,17 +1,10 @@
 #include "syncnorm/sync_batch_norm.h"
 
-#include <atomic>
-
 #include "nn/batch_norm.h"
+#include "syncnorm/named_module.h"
 
 namespace syncnorm {
 namespace {
-
-// Ranks that build their models alike count alike, so that even unnamed modules can be told apart.
-std::string next_default_name() {
-  static std::atomic<int64_t> made{0};
-  return "SyncBatchNorm-" + std::to_string(++made);
-}
 
 int dims_of(const torch::Tensor& input) {
   return std::max<int>(1, static_cast<int>(input.dim()) - 2);
@@ -20,7 +13,7 @@ int dims_of(const torch::Tensor& input) {
 }  // namespace
 
 SyncBatchNormImpl::SyncBatchNormImpl(SyncBatchNormOptions options_)
-    : options(std::move(options_)), default_name_(next_default_name()) {
+    : options(std::move(options_)), default_name_(next_default_name("SyncBatchNorm")) {
   SyncBatchNormImpl::reset();
 }
 
