@@ -5,10 +5,8 @@
 #include <map>
 #include <optional>
 
-#include "failure.h"
 #include "figures.h"
 #include "job.h"
-#include "metrics.h"
 #include "trainer.h"
 
 namespace segmentation {
@@ -84,7 +82,9 @@ class Comparison {
   int64_t pictures() const {
     return job_.options.recipe.epochs * static_cast<int64_t>(dataset_.train.size());
   }
-  std::string path(const std::string& name) const { return job_.options.out + "/" + name; }
+  std::string path(const std::string& name) const {
+    return job_.options.output.folder + "/" + name;
+  }
 
   Recipe recipe(const Setting& setting) const {
     auto recipe = job_.options.recipe;
@@ -106,7 +106,7 @@ class Comparison {
   /// Every rank reads the file, so all of them skip the same runs.
   void read_finished() {
     agree(job_.world(), [&] {
-      if (job_.is_root()) std::filesystem::create_directories(job_.options.out);
+      if (job_.is_root()) std::filesystem::create_directories(job_.options.output.folder);
       const auto lines = read_json_lines(path("compare.jsonl"));
       for (size_t i = 0; i < settings_.size(); ++i) {
         const auto wanted = identity(settings_[i]);
@@ -215,7 +215,7 @@ class Comparison {
                                                             {"rows", rows}}
                                           << "\n";
     });
-    if (!job_.options.no_plots) draw(job_.options.out, job_.options.python, job_.console);
+    draw(job_.options.output, SEGMENTATION_PLOTS, job_.console);
   }
 
   Job& job_;
@@ -229,8 +229,8 @@ class Comparison {
 }  // namespace
 
 int compare(Job& job) {
-  if (job.options.out.empty()) job.options.out = "runs/compare";
-  const auto about = hardware(job);
+  if (job.options.output.folder.empty()) job.options.output.folder = "runs/compare";
+  const auto about = hardware(job.environment);
   job.console.line(about);
   const auto dataset = load_data(job);
   return Comparison(job, dataset, about).execute();

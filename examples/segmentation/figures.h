@@ -3,7 +3,6 @@
 #include <string>
 #include <vector>
 
-#include "console.h"
 #include "dataset.h"
 #include "evaluate.h"
 
@@ -16,9 +15,5 @@ std::vector<int64_t> spread(const std::vector<int64_t>& indices, int64_t count);
 /// [channels, height, width], its labels and the predicted classes [height, width].
 void write_predictions(const std::string& folder, const Dataset& dataset,
                        const std::vector<int64_t>& indices, const torch::Tensor& predicted);
-
-/// Has plots.py draw what it finds in `folder`, and says which pictures it made or why there are
-/// none and how to draw them by hand. A job without Python or matplotlib ends well all the same.
-void draw(const std::string& folder, const std::string& python, Console& console);
 
 }  // namespace segmentation

@@ -1,29 +1,8 @@
 #include "job.h"
 
 #include <torch/torch.h>
-#include <torch/version.h>
-
-#include <fstream>
-#include <thread>
-
-#include "failure.h"
 
 namespace segmentation {
-namespace {
-
-std::string processor() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
-  }
-  return "unknown processor";
-}
-
-std::string counted(int64_t count, const std::string& what) {
-  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
-}
-
-}  // namespace
 
 Dataset load_data(Job& job) {
   Dataset dataset;
@@ -42,15 +21,6 @@ Dataset load_data(Job& job) {
     }
   });
   return dataset;
-}
-
-std::string hardware(const Job& job) {
-  const auto nodes = torch::tensor({int64_t{job.environment.local_rank() == 0}});
-  job.world().all_reduce(nodes);
-  return counted(job.world().size(), "rank") + " on " + counted(nodes.item<int64_t>(), "node") +
-         ", " + counted(torch::get_num_threads(), "thread") + " each; " + processor() + ", " +
-         counted(std::thread::hardware_concurrency(), "core") + "; " +
-         job.environment.device().str() + "; LibTorch " + TORCH_VERSION;
 }
 
 }  // namespace segmentation

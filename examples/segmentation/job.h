@@ -2,12 +2,18 @@
 
 #include <string>
 
-#include "console.h"
+#include "common/console.h"
+#include "common/failure.h"
+#include "common/hardware.h"
+#include "common/json_lines.h"
+#include "common/output.h"
 #include "dataset.h"
 #include "options.h"
 #include "syncnorm/environment.h"
 
 namespace segmentation {
+
+using namespace job;  // NOLINT(google-build-using-namespace): the parts that all jobs share
 
 /// What every kind of job needs.
 struct Job {
@@ -29,8 +35,5 @@ int compare(Job& job);
 /// Loads the data on every rank and says what they are; raises Failure on all ranks where one
 /// cannot, or holds other data. Collective.
 Dataset load_data(Job& job);
-
-/// "2 ranks on 1 node, 1 thread each; AMD EPYC, 2 cores; LibTorch 2.11.0". Collective.
-std::string hardware(const Job& job);
 
 }  // namespace segmentation

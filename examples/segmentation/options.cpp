@@ -1,11 +1,15 @@
 #include "options.h"
 
 #include <CLI/CLI.hpp>
-#include <iostream>
-#include <sstream>
+
+#include "common/flags.h"
 
 namespace segmentation {
 namespace {
+
+using job::between;
+using job::Group;
+using job::one_of;
 
 const std::string kDescription =
     "Trains a U-Net for segmentation on all ranks of an mpirun job, with batch statistics over all "
@@ -31,35 +35,6 @@ std::string check_color(std::string& text) {
   }
   return {};
 }
-
-/// Limits that are checked but do not clutter --help.
-template <typename T>
-CLI::Validator between(T low, T high) {
-  return CLI::Range(low, high).description("");
-}
-
-CLI::Validator one_of(std::vector<std::string> names) {
-  return CLI::IsMember(std::move(names)).description("");
-}
-
-/// Adds options of one group with its default shown.
-class Group {
- public:
-  Group(CLI::App& app, std::string name) : app_(app), name_(std::move(name)) {}
-
-  template <typename T>
-  CLI::Option* option(const std::string& flag, T& value, const std::string& type,
-                      const std::string& help) {
-    return app_.add_option(flag, value, help)->type_name(type)->capture_default_str()->group(name_);
-  }
-  CLI::Option* flag(const std::string& flag, bool& value, const std::string& help) {
-    return app_.add_flag(flag, value, help)->group(name_);
-  }
-
- private:
-  CLI::App& app_;
-  std::string name_;
-};
 
 void add_data_flags(CLI::App& app, Recipe& recipe) {
   Group group(app, "Data");
@@ -150,23 +125,6 @@ void add_training_flags(CLI::App& app, Recipe& recipe) {
       ->check(between(0.0, 1.0));
 }
 
-void add_output_flags(CLI::App& app, Options& options) {
-  Group group(app, "Output");
-  group.option("--out", options.out, "DIR",
-               "Folder for metrics.jsonl, checkpoint.pt, model.pt and pictures (default: the next "
-               "free runs/N)");
-  group.flag("--resume", options.resume,
-             "Go on from the checkpoint in --out, on any number of ranks; flags not given are the "
-             "checkpoint's");
-  group.flag("--overwrite", options.overwrite, "Replace what an earlier run left in --out");
-  group
-      .option("--progress", options.progress, "NAME",
-              "bar, lines, or auto: a bar where the output is a terminal")
-      ->check(one_of({"auto", "bar", "lines"}));
-  group.flag("--no-plots", options.no_plots, "Draw no pictures at the end");
-  group.option("--python", options.python, "FILE", "Python with matplotlib that draws them");
-}
-
 void add_compare_flags(CLI::App& app, Options& options) {
   Group group(app, "Comparison");
   group.flag("--compare", options.compare,
@@ -181,7 +139,7 @@ void check_combinations(const Options& options) {
   const auto& given = options.given;
   const auto& recipe = options.recipe;
   const auto refuse = [&](const std::string& flag, const std::string& why) {
-    if (given.count(flag) > 0) throw CLI::ValidationError("--" + flag, why);
+    job::refuse(given, flag, why);
   };
   if (options.compare) {
     for (const auto* flag : {"norm", "batch-per-rank", "lr", "optimizer", "seed", "resume"}) {
@@ -190,7 +148,8 @@ void check_combinations(const Options& options) {
     if (recipe.epochs == 0) refuse("epochs", "must be at least 1 with --compare");
   } else {
     for (const auto* flag : {"quick", "seeds"}) refuse(flag, "goes with --compare");
-    if (recipe.norm != "group" && !options.resume) refuse("groups", "goes with --norm group");
+    if (recipe.norm != "group" && !options.output.resume)
+      refuse("groups", "goes with --norm group");
   }
   if (options.quick) refuse("seeds", "and --quick contradict each other");
   if (recipe.optimizer == "adamw") refuse("momentum", "goes with --optimizer sgd");
@@ -198,10 +157,7 @@ void check_combinations(const Options& options) {
     for (const auto* flag : {"noise", "contrast"})
       refuse(flag, "and --no-augment contradict each other");
   }
-  if (options.no_plots) refuse("python", "and --no-plots contradict each other");
-  if (options.resume) refuse("overwrite", "and --resume contradict each other");
-  if (options.resume && options.out.empty())
-    throw CLI::ValidationError("--resume", "needs --out, the folder of the run to go on with");
+  job::check_output_flags(options.output, given);
   if ((recipe.norm == "group" || options.compare) && recipe.width % recipe.groups != 0) {
     throw CLI::ValidationError(
         "--groups",
@@ -214,30 +170,20 @@ void check_combinations(const Options& options) {
 std::optional<Options> parse_options(int argc, char** argv, bool speak, int& status) {
   Options options;
   options.recipe.data = SEGMENTATION_DATA;
-  options.python = SEGMENTATION_PYTHON;
   CLI::App app(kDescription, "segmentation");
   app.get_formatter()->column_width(34);
   add_data_flags(app, options.recipe);
   add_model_flags(app, options.recipe);
   add_training_flags(app, options.recipe);
   add_compare_flags(app, options);
-  add_output_flags(app, options);
-  try {
-    app.parse(argc, argv);
-    for (const auto* option : app.get_options()) {
-      if (option->count() > 0) options.given.insert(option->get_name(false, false).substr(2));
-    }
+  job::add_output_flags(app, options.output, "metrics.jsonl, checkpoint.pt, model.pt and pictures");
+  const bool parsed = job::parse(app, argc, argv, speak, status, [&] {
+    options.given = job::given_options(app);
     auto& recipe = options.recipe;
     if (recipe.optimizer == "adamw" && options.given.count("lr") == 0) recipe.lr = 0.002;
     check_combinations(options);
-  } catch (const CLI::ParseError& error) {
-    std::ostringstream out, err;
-    status = app.exit(error, out, err);
-    if (speak) std::cout << out.str() << std::flush;
-    if (speak) std::cerr << err.str() << std::flush;
-    return std::nullopt;
-  }
-  return options;
+  });
+  return parsed ? std::optional(options) : std::nullopt;
 }
 
 }  // namespace segmentation

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "common/output.h"
+
 namespace segmentation {
 
 /// Everything that shapes the result of one training run. Fields are named as their flags, '_' for
@@ -36,12 +38,9 @@ struct Recipe {
 /// The command line.
 struct Options {
   Recipe recipe;
-  std::string out;  ///< empty: the next free folder below runs/
-  bool resume = false, overwrite = false;
+  job::Output output;
   bool compare = false, quick = false;
   int64_t seeds = 3;
-  std::string progress = "auto", python;
-  bool no_plots = false;
   std::set<std::string> given;  ///< names of the flags on the command line, without dashes
 };
 

@@ -9,33 +9,16 @@ import json
 import os
 import sys
 
-try:
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-except ImportError as error:
-    sys.exit(f"{error}; pip install matplotlib")
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "common"))
+from style import INK, OCHRE, RED, SOFT, TEAL, label_ends, main, np, plt, read_lines, save  # noqa: E402
 
-INK, SOFT, GRID = "#22262e", "#6b7280", "#e4e7ec"
-NORMS = {"batch": ("batch norm", "#d1495b", "o"),
-         "sync": ("sync norm", "#1f7a8c", "s"),
-         "group": ("group norm", "#c8963e", "^")}
+from matplotlib.colors import ListedColormap  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
 
-plt.rcParams.update({
-    "font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK,
-    "axes.edgecolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "axes.grid": True,
-    "grid.color": GRID, "axes.axisbelow": True, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.titlelocation": "left", "axes.titleweight": "bold",
-    "legend.frameon": False, "savefig.dpi": 130,
-})
-
-
-def read_lines(path):
-    with open(path) as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+NORMS = {"batch": ("batch norm", RED, "o"),
+         "sync": ("sync norm", TEAL, "s"),
+         "group": ("group norm", OCHRE, "^")}
 
 
 def visible(rgb):
@@ -55,7 +38,7 @@ def draw_curves(folder):
     marker = "o" if len(x) < 12 else None
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
 
-    left.plot(x, [line["loss"] for line in epochs], color="#1f7a8c", lw=2, marker=marker)
+    left.plot(x, [line["loss"] for line in epochs], color=TEAL, lw=2, marker=marker)
     left.set(title="Training loss", xlabel="epoch", ylabel="cross-entropy")
     left.set_ylim(bottom=0)
     rate = left.twinx()
@@ -85,15 +68,6 @@ def draw_curves(folder):
     figure.suptitle(f"U-Net, {norm} norm, {ranks} x {recipe['batch-per-rank']} = {images} images a step",
                     x=0.01, ha="left", fontsize=12)
     return save(figure, folder, "curves.png")
-
-
-def label_ends(axes, x, ends):
-    """Writes each curve's name at its right end, pushed apart where they would touch."""
-    height = -1.0
-    for value, text, color, weight in sorted(end for end in ends if np.isfinite(end[0])):
-        height = max(value, height + 0.055)
-        axes.annotate(text, (x, height), xytext=(6, 0), textcoords="offset points", color=color,
-                      weight=weight, va="center", fontsize=9, annotation_clip=False)
 
 
 def draw_predictions(folder):
@@ -177,26 +151,5 @@ def draw_compare(folder):
     return save(figure, folder, "compare.png")
 
 
-def save(figure, folder, name, **options):
-    path = os.path.join(folder, name)
-    figure.savefig(path, **options)
-    plt.close(figure)
-    return path
-
-
-def main():
-    if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
-        sys.exit(__doc__)
-    drawn = []
-    for source, function in [("metrics.jsonl", draw_curves), ("predictions.json", draw_predictions),
-                             ("compare.json", draw_compare)]:
-        if os.path.exists(os.path.join(sys.argv[1], source)):
-            drawn.append(function(sys.argv[1]))
-    drawn = [path for path in drawn if path]
-    if not drawn:
-        sys.exit(f"{sys.argv[1]} holds nothing to draw")
-    print(", ".join(drawn))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, [("metrics.jsonl", draw_curves), ("predictions.json", draw_predictions), ("compare.json", draw_compare)])

@@ -1,3 +1,5 @@
+#include "common/recipe.h"
+
 #include <cstdio>
 #include <stdexcept>
 
@@ -6,7 +8,12 @@
 namespace segmentation {
 namespace {
 
-/// Calls `each(flag, field)` for every field of a Recipe, const or not.
+/// What may change on the way without making it another run.
+const std::set<std::string> kFree = {"epochs", "batch-per-rank", "data", "images", "masks"};
+
+}  // namespace
+
+/// Calls `each(flag, field)` for every field of a Recipe, const or not; found by job::adopt_recipe.
 template <typename R, typename F>
 void visit(R& recipe, F each) {
   each("data", recipe.data);
@@ -36,53 +43,10 @@ void visit(R& recipe, F each) {
   each("contrast", recipe.contrast);
 }
 
-template <typename T>
-void put(nlohmann::json& json, const T& value) {
-  json = value;
-}
-
-template <typename T>
-void put(nlohmann::json& json, const std::optional<T>& value) {
-  json = value ? nlohmann::json(*value) : nlohmann::json();
-}
-
-template <typename T>
-void get(const nlohmann::json& json, T& value) {
-  json.get_to(value);
-}
-
-template <typename T>
-void get(const nlohmann::json& json, std::optional<T>& value) {
-  value = json.is_null() ? std::nullopt : std::optional<T>(json.get<T>());
-}
-
-/// What may change on the way without making it another run.
-const std::set<std::string> kFree = {"epochs", "batch-per-rank", "data", "images", "masks"};
-
-}  // namespace
-
-nlohmann::json to_json(const Recipe& recipe) {
-  nlohmann::json json;
-  visit(recipe, [&](const char* flag, const auto& value) { put(json[flag], value); });
-  return json;
-}
+nlohmann::json to_json(const Recipe& recipe) { return job::recipe_to_json(recipe); }
 
 void adopt(Options& options, const nlohmann::json& saved) {
-  const auto current = to_json(options.recipe);
-  auto merged = saved;
-  std::string differing;
-  for (const auto& [flag, value] : current.items()) {
-    if (options.given.count(flag) == 0 || saved.at(flag) == value) continue;
-    merged[flag] = value;
-    if (kFree.count(flag) > 0) continue;
-    if (!differing.empty()) differing += ", ";
-    differing += "--" + flag + " " + value.dump() + " (checkpoint: " + saved.at(flag).dump() + ")";
-  }
-  if (!differing.empty()) {
-    throw std::runtime_error("cannot resume with " + differing +
-                             ". Leave these flags out, or start a new run with another --out.");
-  }
-  visit(options.recipe, [&](const char* flag, auto& value) { get(merged.at(flag), value); });
+  job::adopt_recipe(options.recipe, saved, options.given, kFree);
 }
 
 std::optional<Size> picture_size(const Recipe& recipe) {

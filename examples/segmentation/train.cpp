@@ -1,53 +1,31 @@
 #include <chrono>
-#include <filesystem>
 #include <optional>
 
 #include "checkpoint.h"
-#include "failure.h"
 #include "figures.h"
 #include "job.h"
-#include "metrics.h"
 #include "syncnorm/state_dict.h"
 #include "trainer.h"
 
 namespace segmentation {
 namespace {
 
-namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-std::string checkpoint_path(const Options& options) { return options.out + "/checkpoint.pt"; }
-std::string metrics_path(const Options& options) { return options.out + "/metrics.jsonl"; }
-
-std::string next_free_folder() {
-  for (int number = 1;; ++number) {
-    const auto folder = "runs/" + std::to_string(number);
-    if (!fs::exists(folder)) return folder;
-  }
+std::string checkpoint_path(const Options& options) {
+  return options.output.folder + "/checkpoint.pt";
+}
+std::string metrics_path(const Options& options) {
+  return options.output.folder + "/metrics.jsonl";
 }
 
-/// Makes the output folder ready, losing nothing of an earlier run unasked. For rank 0.
-void prepare_folder(Options& options) {
-  if (options.out.empty()) options.out = next_free_folder();
-  if (!options.resume && !options.overwrite && fs::exists(checkpoint_path(options))) {
-    throw std::runtime_error(options.out +
-                             " holds an earlier run. --resume goes on with it, --overwrite "
-                             "replaces it, another --out keeps it.");
-  }
-  std::error_code error;
-  fs::create_directories(options.out, error);
-  if (error)
-    throw std::runtime_error("cannot make the folder " + options.out + ": " + error.message());
-  if (options.resume) return;
-  for (const auto* name : {"checkpoint.pt", "metrics.jsonl", "model.pt", "predictions.bin",
-                           "predictions.json", "curves.png", "predictions.png"}) {
-    fs::remove(fs::path(options.out) / name);
-  }
-}
+const std::vector<std::string> kLeftovers = {"checkpoint.pt",   "metrics.jsonl",    "model.pt",
+                                             "predictions.bin", "predictions.json", "curves.png",
+                                             "predictions.png"};
 
 /// One run from its start or its checkpoint to its end or its interruption.
 class Run {
@@ -77,7 +55,7 @@ class Run {
 
   void resume(const CheckpointHeader& saved) {
     if (saved.checksum != dataset_.checksum()) {
-      throw Failure("the checkpoint in " + job_.options.out +
+      throw Failure("the checkpoint in " + job_.options.output.folder +
                     " was trained on other data (pictures, size or split differ); give it its own, "
                     "or start a new run");
     }
@@ -91,8 +69,8 @@ class Run {
   void open_log(const std::string& hardware) {
     agree(job_.world(), [&] {
       if (!job_.is_root()) return;
-      if (job_.options.resume && recipe_.epochs > 0)
-        forget_epochs_after(metrics_path(job_.options), position_.epoch);
+      if (job_.options.output.resume && recipe_.epochs > 0)
+        forget_lines_after(metrics_path(job_.options), "epoch", position_.epoch);
       log_.emplace(metrics_path(job_.options));
       log_->write({{"kind", "run"},
                    {"epoch", position_.epoch},
@@ -164,7 +142,7 @@ class Run {
     job_.console.line(
         format("stopped as asked after %.2f of %ld epochs; nothing is lost. To go on, add: ",
                epochs_done(), recipe_.epochs) +
-        "--out " + job_.options.out + " --resume");
+        "--out " + job_.options.output.folder + " --resume");
     return 0;
   }
 
@@ -175,12 +153,12 @@ class Run {
       if (!job_.is_root()) return;
       log_->write({{"kind", "result"}, {"epoch", position_.epoch}, {"test", to_json(scores)}});
       if (recipe_.epochs > 0)
-        syncnorm::save_state_dict(*trainer_.net(), job_.options.out + "/model.pt");
+        syncnorm::save_state_dict(*trainer_.net(), job_.options.output.folder + "/model.pt");
       const auto shown = spread(dataset_.test, 6);
-      write_predictions(job_.options.out, dataset_, shown,
+      write_predictions(job_.options.output.folder, dataset_, shown,
                         predict(trainer_.net(), dataset_, shown, trainer_.device()));
     });
-    if (!job_.options.no_plots) draw(job_.options.out, job_.options.python, job_.console);
+    draw(job_.options.output, SEGMENTATION_PLOTS, job_.console);
     return 0;
   }
 
@@ -192,7 +170,7 @@ class Run {
     job_.console.line(
         format("mIoU %.4f  Dice %.4f  accuracy %.4f over %zu test pictures; results in %s",
                scores.mean_iou, scores.dice, scores.accuracy, dataset_.test.size(),
-               job_.options.out.c_str()));
+               job_.options.output.folder.c_str()));
   }
 
   Job& job_;
@@ -210,12 +188,12 @@ class Run {
 int train(Job& job) {
   std::optional<CheckpointHeader> saved;
   agree(job.world(), [&] {
-    if (job.is_root()) prepare_folder(job.options);
-    if (!job.options.resume) return;
+    if (job.is_root()) prepare_folder(job.options.output, "checkpoint.pt", kLeftovers);
+    if (!job.options.output.resume) return;
     saved = read_checkpoint_header(checkpoint_path(job.options));
     adopt(job.options, saved->recipe);
   });
-  const auto about = hardware(job);
+  const auto about = hardware(job.environment);
   job.console.line(about);
   const auto dataset = load_data(job);
   if (job.options.recipe.epochs == 0 && !saved) {

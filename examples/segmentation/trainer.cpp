@@ -2,9 +2,9 @@
 
 #include <cmath>
 
-#include "failure.h"
+#include "common/failure.h"
+#include "common/stop.h"
 #include "schedule.h"
-#include "stop.h"
 
 namespace segmentation {
 namespace {
@@ -106,13 +106,13 @@ void Trainer::train_epoch(Position& position, const std::function<void(const Ste
 
     const double loss =
         step(training_batch(dataset_, indices, recipe_, position.epoch), share.global_size);
-    const auto totals = torch::tensor({loss, stop_requested() ? 1.0 : 0.0}, torch::kDouble);
+    const auto totals = torch::tensor({loss, job::stop_requested() ? 1.0 : 0.0}, torch::kDouble);
     comm_->all_reduce(totals);
     position.loss += totals[0].item<double>();
     position.images += share.global_size;
     if (!std::isfinite(position.loss)) {
-      throw Failure("the loss is no longer a number in epoch " +
-                    std::to_string(position.epoch + 1) + ": lower --lr or lengthen --warmup");
+      throw job::Failure("the loss is no longer a number in epoch " +
+                         std::to_string(position.epoch + 1) + ": lower --lr or lengthen --warmup");
     }
     stopping_ = totals[1].item<double>() > 0;
     watch({position.images, position.loss / static_cast<double>(position.images), lr});

@@ -31,7 +31,7 @@ class Trainer {
 
   /// Goes on from `position` to the end of its epoch (position is then the start of the next),
   /// calling `watch` after each step, or to the step before which some rank was asked to stop.
-  /// Collective. Raises Failure on all ranks where the loss is no longer a number.
+  /// Collective. Raises job::Failure on all ranks where the loss is no longer a number.
   void train_epoch(Position& position, const std::function<void(const StepReport&)>& watch);
 
   /// Some rank was asked to stop; the same on all ranks.

@@ -2,10 +2,11 @@
 
 #include <functional>
 #include <stdexcept>
+#include <string>
 
 #include "syncnorm/communicator.h"
 
-namespace segmentation {
+namespace job {
 
 /// A mistake of the user's that every rank knows of: all ranks throw it together, rank 0 prints it,
 /// the job ends with status 1.
@@ -18,4 +19,7 @@ class Failure : public std::runtime_error {
 /// message as a Failure. Collective.
 void agree(syncnorm::Communicator& comm, const std::function<void()>& action);
 
-}  // namespace segmentation
+/// `text` of rank `root`, on every rank. Collective.
+std::string broadcast_text(syncnorm::Communicator& comm, const std::string& text, int root = 0);
+
+}  // namespace job

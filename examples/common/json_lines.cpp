@@ -1,9 +1,9 @@
-#include "metrics.h"
+#include "common/json_lines.h"
 
 #include <filesystem>
 #include <stdexcept>
 
-namespace segmentation {
+namespace job {
 
 JsonLines::JsonLines(const std::string& path) : path_(path), file_(path, std::ios::app) {
   if (!file_) throw std::runtime_error("cannot write " + path);
@@ -24,17 +24,17 @@ std::vector<nlohmann::json> read_json_lines(const std::string& path) {
   return lines;
 }
 
-void forget_epochs_after(const std::string& path, int64_t epoch) {
+void forget_lines_after(const std::string& path, const std::string& key, int64_t last) {
   const auto lines = read_json_lines(path);
   const auto beside = path + ".new";
   {
     std::ofstream file(beside);
     for (const auto& line : lines) {
-      if (line.value("epoch", int64_t{0}) <= epoch) file << line << "\n";
+      if (line.value(key, last) <= last) file << line << "\n";
     }
     if (!file.flush()) throw std::runtime_error("cannot write " + beside);
   }
   std::filesystem::rename(beside, path);
 }
 
-}  // namespace segmentation
+}  // namespace job

@@ -3,14 +3,15 @@
 #include <chrono>
 #include <string>
 
-namespace segmentation {
+namespace job {
 
 /// What rank 0 says: lines, and between them a progress bar where the output is a terminal. Silent
 /// on other ranks.
 class Console {
  public:
-  /// `progress` is bar, lines or auto.
-  Console(bool speaks, const std::string& progress);
+  /// `program` is the name before warnings; `progress` is bar, lines or auto.
+  Console(std::string program, bool speaks, const std::string& progress);
+  ~Console() { clear_bar(); }
 
   void line(const std::string& text);
   void warn(const std::string& text);
@@ -23,6 +24,7 @@ class Console {
  private:
   void clear_bar();
 
+  std::string program_;
   bool speaks_;
   bool bars_;
   bool drawn_ = false;
@@ -35,4 +37,4 @@ class Console {
 /// "1:05", "1:02:03" or "12 s".
 std::string duration_text(double seconds);
 
-}  // namespace segmentation
+}  // namespace job

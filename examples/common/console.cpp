@@ -1,4 +1,4 @@
-#include "console.h"
+#include "common/console.h"
 
 #include <unistd.h>
 
@@ -9,7 +9,7 @@
 #include <filesystem>
 #include <iostream>
 
-namespace segmentation {
+namespace job {
 namespace {
 
 /// mpirun hands every rank a terminal of its own, whatever its output goes to, so under it the
@@ -24,12 +24,13 @@ bool output_is_terminal() {
 
 }  // namespace
 
-Console::Console(bool speaks, const std::string& progress)
-    : speaks_(speaks),
+Console::Console(std::string program, bool speaks, const std::string& progress)
+    : program_(std::move(program)),
+      speaks_(speaks),
       bars_(speaks && (progress == "bar" || (progress == "auto" && output_is_terminal()))) {}
 
 void Console::clear_bar() {
-  if (drawn_) std::cout << "\r\033[K";
+  if (drawn_) std::cout << "\r\033[K" << std::flush;
   drawn_ = false;
 }
 
@@ -42,8 +43,7 @@ void Console::line(const std::string& text) {
 void Console::warn(const std::string& text) {
   if (!speaks_) return;
   clear_bar();
-  std::cout << std::flush;
-  std::cerr << "segmentation: " << text << std::endl;
+  std::cerr << program_ << ": " << text << std::endl;
 }
 
 void Console::bar(const std::string& label, double fraction, const std::string& tail) {
@@ -78,4 +78,4 @@ std::string duration_text(double seconds) {
   return format("%ld:%02ld:%02ld h", whole / 3600, whole / 60 % 60, whole % 60);
 }
 
-}  // namespace segmentation
+}  // namespace job

@@ -1,8 +1,8 @@
-#include "stop.h"
+#include "common/stop.h"
 
 #include <csignal>
 
-namespace segmentation {
+namespace job {
 namespace {
 
 volatile std::sig_atomic_t requested = 0;
@@ -20,4 +20,4 @@ void install_stop_handlers() {
 
 bool stop_requested() { return requested != 0; }
 
-}  // namespace segmentation
+}  // namespace job

@@ -3,8 +3,9 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
-namespace segmentation {
+namespace job {
 
 /// A file of JSON lines, each written through at once.
 class JsonLines {
@@ -23,8 +24,8 @@ class JsonLines {
 /// out.
 std::vector<nlohmann::json> read_json_lines(const std::string& path);
 
-/// Drops from `path` what was logged for epochs after `epoch`, so that a resumed run does not log
-/// them twice.
-void forget_epochs_after(const std::string& path, int64_t epoch);
+/// Drops from `path` the lines whose `key` ("epoch", "step") is greater than `last`, so that a
+/// resumed run does not log them twice. Lines without the key stay.
+void forget_lines_after(const std::string& path, const std::string& key, int64_t last);
 
-}  // namespace segmentation
+}  // namespace job
