@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "nn/init.h"
+#include "nn/shards.h"
 #include "syncnorm/collectives.h"
 #include "syncnorm/environment.h"
 
@@ -21,20 +22,6 @@ std::vector<Range> consecutive_ranges(const std::vector<int64_t>& sizes) {
     offset += size;
   }
   return ranges;
-}
-
-std::vector<int64_t> sizes_or_balanced(std::vector<int64_t> sizes, int64_t total, int ranks,
-                                       const std::string& who, const char* what) {
-  if (sizes.empty()) return balanced_shards(total, ranks);
-  int64_t sum = 0;
-  for (const int64_t size : sizes) {
-    TORCH_CHECK_VALUE(size >= 0, who, ": ", what, " cannot be negative: ", sizes);
-    sum += size;
-  }
-  TORCH_CHECK_VALUE(static_cast<int>(sizes.size()) == ranks && sum == total, who, ": ", what, " ",
-                    sizes, " must be ", ranks, " numbers, one for each rank, that add up to ",
-                    total);
-  return sizes;
 }
 
 /// `ranges`, or balanced ones where there are none, checked: one list for each rank, within the
