@@ -1,6 +1,5 @@
 #include "autograd/differentiable.h"
 
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -46,34 +45,58 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
                                       const at::Tensor& bias, const at::Tensor& dy,
                                       const at::Tensor& mean, const NormCall& call) {
   const auto shared_call = c10::make_intrusive<NormCall>(call);
-  const double count = std::max(call.count, 1.0);  // no values: sums of nothing stay zero, not NaN
-  std::vector<int64_t> reduced;
-  std::vector<int64_t> broadcast(x.dim(), 1);
-  for (int64_t d = 0; d < x.dim(); ++d)
-    if (d != 1) reduced.push_back(d);
-  broadcast[1] = x.size(1);
-  const auto slots = [&](const at::Tensor& values) { return values.reshape(broadcast); };
-  const auto sums = [&](const at::Tensor& first, const at::Tensor& second) {
-    return at::stack({first.sum(reduced), second.sum(reduced)});
+  const auto& layout = call.layout;
+  const auto count = call.count.clamp_min(1);  // sums of nothing stay zero, not NaN
+  const std::vector<int64_t> shape{layout.cells.outer, layout.cells.slots, layout.cells.inner};
+  const auto over = [](const at::Tensor& of_cells) { return of_cells.view({1, -1, 1}); };
+  const auto sum_cells = [&](const at::Tensor& values) {
+    return values.sum(at::IntArrayRef{0, 2});
+  };
+  const auto counted = [&](const at::Tensor& of_cells) {
+    return layout.share.defined() ? of_cells * layout.share : of_cells;
+  };
+  const auto average = [&](const std::vector<at::Tensor>& sums, const char* pass) {
+    return AllReduceSum::sum_over_ranks(layout.to_slots(at::stack(sums)), shared_call, pass) /
+           count;
   };
 
-  const auto shifted = x.to(at::kDouble) - slots(mean);
-  const auto gradient = dy.to(at::kDouble);
-  const auto moments = AllReduceSum::sum_over_ranks(sums(shifted, shifted * shifted), shared_call,
-                                                    "statistics again") /
-                       count;
-  const auto rstd = (moments[1] - moments[0] * moments[0] + call.eps).rsqrt();
-  const auto normalized = (shifted - slots(moments[0])) * slots(rstd);
-  const auto local = sums(gradient, gradient * normalized);
+  const auto center = layout.to_cells(mean);
+  const auto shifted = x.to(at::kDouble).reshape(shape) - over(center);
+  const auto gradient = dy.to(at::kDouble).reshape(shape);
+  std::vector<at::Tensor> sums;
+  if (layout.centered) sums.push_back(counted(sum_cells(shifted)));
+  sums.push_back(counted(sum_cells(shifted * shifted)));
+  const auto moments = average(sums, "statistics again");
+  const auto offset = layout.centered ? moments[0] : at::zeros_like(mean);
+  const auto variance = moments[moments.size(0) - 1] - offset * offset;
+  const auto rstd = layout.to_cells((variance + call.eps).rsqrt());
+  const auto normalized = (shifted - over(layout.to_cells(offset))) * over(rstd);
 
   variable_list result(3);
-  if (weight.defined()) result[1] = local[1].to(weight.scalar_type());
-  if (bias.defined()) result[2] = local[0].to(bias.scalar_type());
+  const auto product = gradient * normalized;
+  auto of_affine = at::stack({layout.sum_affine(gradient), layout.sum_affine(product)});
+  if (layout.sum_affine_gradients)
+    of_affine = AllReduceSum::sum_over_ranks(of_affine, shared_call, "weight gradient");
+  const auto gradient_of = [](const at::Tensor& parameter, const at::Tensor& sum) {
+    return sum.reshape(parameter.sizes()).to(parameter.scalar_type());
+  };
+  if (weight.defined()) result[1] = gradient_of(weight, of_affine[1]);
+  if (bias.defined()) result[2] = gradient_of(bias, of_affine[0]);
   if (!call.reduce_backward) return result;
-  const auto means = AllReduceSum::sum_over_ranks(local, shared_call, "gradient sums") / count;
-  const auto scale = weight.defined() ? rstd * weight.to(at::kDouble) : rstd;
-  result[0] = (slots(scale) * (gradient - slots(means[0]) - normalized * slots(means[1])))
-                  .to(x.scalar_type());
+
+  const auto spread =
+      weight.defined() ? layout.spread_affine(weight.to(at::kDouble)) : at::Tensor();
+  const auto weighted = [&](const at::Tensor& values) {
+    return spread.defined() ? values * spread : values;
+  };
+  std::vector<at::Tensor> local;
+  if (layout.centered) local.push_back(sum_cells(weighted(gradient)));
+  local.push_back(sum_cells(weighted(product)));
+  const auto means = average(local, "gradient sums");
+  auto correction = normalized * over(counted(layout.to_cells(means[means.size(0) - 1])));
+  if (layout.centered) correction = correction + over(counted(layout.to_cells(means[0])));
+  result[0] =
+      (over(rstd) * (weighted(gradient) - correction)).reshape(x.sizes()).to(x.scalar_type());
   return result;
 }
 

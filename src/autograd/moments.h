@@ -5,16 +5,16 @@
 #include <memory>
 #include <string>
 
-#include "kernels/kernels.h"
+#include "autograd/layout.h"
 #include "syncnorm/communicator.h"
 
 namespace syncnorm {
 
 /// Statistics of every slot over all ranks.
 struct Moments {
-  at::Tensor mean;      ///< double [slots]
-  at::Tensor variance;  ///< double [slots], biased
-  double count = 0;     ///< values a slot
+  at::Tensor mean;      ///< double [slots]; zero where the norm is not centered
+  at::Tensor variance;  ///< double [slots], biased; the mean square where the norm is not centered
+  at::Tensor count;     ///< values a slot: double [] or [slots]
   /// Ranks whose input needs a gradient: with none of them, nobody's backward has to communicate.
   int64_t ranks_wanting_gradient = 0;
 };
@@ -26,16 +26,17 @@ struct MomentsRequest {
   double eps = 0;
   bool wants_gradient = false;
   bool grad_mode = false;
+  std::string details;  ///< "field=value;" of what else must agree
 };
 
 /// Local sums about `center`, one all-reduce, and the moments that follow from the sums.
 ///
-/// `x`: dense, as `layout` says. `center`: double [slots], finite, equal on all ranks; the closer
-/// to the mean the better. Where it was so far from the mean that the subtraction sum(d^2) -
-/// sum(d)^2/n lost more digits than `dtype` can bear, which all ranks see in the same sums, a
-/// second exchange about the now known mean repairs it (counted in Counters::second_exchanges).
-Moments exchange_moments(const at::Tensor& x, const kernels::SlotLayout& layout,
-                         const at::Tensor& center, const MomentsRequest& request);
+/// `center`: double [slots], finite, equal on all ranks, undefined for zero; the closer to the mean
+/// the better. Where it was so far from the mean that the subtraction sum(d^2) - sum(d)^2/n lost
+/// more digits than `dtype` can bear, which all ranks see in the same sums, a second exchange about
+/// the now known mean repairs it (counted in Counters::second_exchanges).
+Moments exchange_moments(const NormInput& input, const NormLayout& layout, const at::Tensor& center,
+                         const MomentsRequest& request);
 
 /// Sums `local`, double, over all ranks in one tagged all-reduce. `pass` says what for ("backward",
 /// ...).

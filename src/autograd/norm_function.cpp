@@ -2,8 +2,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "autograd/application.h"
 #include "autograd/differentiable.h"
-#include "autograd/input.h"
 
 namespace syncnorm {
 namespace {
@@ -21,27 +21,6 @@ at::Tensor unless_placeholder(const at::Tensor& values) {
   return values.numel() > 0 ? values : at::Tensor();
 }
 
-at::Tensor per_slot_or(const at::Tensor& values, double fallback, const at::Tensor& like) {
-  return values.numel() > 0 ? values.detach().to(like.options()) : at::full_like(like, fallback);
-}
-
-/// The part of `mean` that the dtype of computation holds: subtracting it first costs x no digits,
-/// the small rest goes into the shift.
-at::Tensor representable(const at::Tensor& mean, const ChannelInput& input) {
-  return mean.to(input.data.scalar_type()).to(at::kDouble);
-}
-
-at::Tensor normalize(const ChannelInput& input, const at::Tensor& weight, const at::Tensor& bias,
-                     const at::Tensor& mean, const at::Tensor& rstd) {
-  const auto center = representable(mean, input);
-  const auto scale = per_slot_or(weight, 1, rstd) * rstd;
-  const auto shift = per_slot_or(bias, 0, rstd) - (mean - center) * scale;
-  auto y = at::empty_like(input.data, input.data.options(), input.format);
-  kernels::kernels_for(y.device())
-      .apply(input.data, input.layout, at::stack({center, scale, shift}).to(y.scalar_type()), y);
-  return y;
-}
-
 struct NormFunction : torch::autograd::Function<NormFunction> {
   // `participation` only gives ranks whose other inputs need no gradient a place in the graph,
   // where others need theirs.
@@ -51,7 +30,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                           const c10::intrusive_ptr<NormCall>& call) {
     ctx->save_for_backward({x, weight, bias, mean, rstd});
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    return normalize(ChannelInput(x), weight, bias, mean, rstd).to(x.scalar_type());
+    const NormInput input(x, call->layout);
+    return apply_forward(input, call->layout, weight, bias, mean, rstd).to(x.scalar_type());
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
@@ -72,29 +52,36 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                                      const Variable& gradient, const NormCall& call) {
     const auto& [x, weight, bias, mean, rstd] =
         std::tie(saved[0], saved[1], saved[2], saved[3], saved[4]);
-    const ChannelInput input(x);
+    const auto& layout = call.layout;
+    const NormInput input(x, layout);
     const auto dy = input.match(gradient);
-    const auto center = representable(mean, input);
-    const auto& kernels = kernels::kernels_for(dy.device());
-    const auto local = kernels.backward_sums(input.data, dy, input.layout, center);
-    // From sum(dy * (x - center)) to sum(dy * xhat).
-    local[1].sub_((mean - center) * local[0]).mul_(rstd);
+    const Cells cells(layout, mean, rstd, dy.scalar_type());
+    const Affine affine(weight, bias, input, layout);
+    auto sums = backward_sums(input, layout, cells, affine, dy);
+    const auto means = exchange(sums, call);
 
     variable_list result(3);
-    if (ctx->needs_input_grad(1)) result[1] = local[1].to(weight.scalar_type());
-    if (ctx->needs_input_grad(2)) result[2] = local[0].to(bias.scalar_type());
-    if (!call.reduce_backward) return result;
-    const auto means = exchange_sums(local, call.comm, "backward") / call.count;
-    if (!ctx->needs_input_grad(0)) return result;
-
-    const auto a = per_slot_or(weight, 1, rstd) * rstd;
-    const auto b = -a * rstd * means[1];
-    const auto c = b * (center - mean) - a * means[0];
-    auto dx = at::empty_like(input.data, input.data.options(), input.format);
-    kernels.backward_apply(input.data, dy, input.layout,
-                           at::stack({center, a, b, c}).to(dx.scalar_type()), dx);
-    result[0] = dx.to(x.scalar_type());
+    if (ctx->needs_input_grad(1)) result[1] = gradient_of(weight, sums.of_affine[1]);
+    if (ctx->needs_input_grad(2)) result[2] = gradient_of(bias, sums.of_affine[0]);
+    if (ctx->needs_input_grad(0))
+      result[0] = apply_backward(input, layout, cells, affine, dy, means).to(x.scalar_type());
     return result;
+  }
+
+  /// The means over all ranks that dx needs, undefined where no rank needs them. Where the layout
+  /// asks for it, the sums of the affine parameters become those of all ranks, in the same
+  /// collective.
+  static at::Tensor exchange(LocalSums& sums, const NormCall& call) {
+    const auto count = call.count.clamp_min(1);
+    const auto& local = sums.of_slots;
+    if (!call.layout.sum_affine_gradients)
+      return call.reduce_backward ? exchange_sums(local, call.comm, "backward") / count
+                                  : at::Tensor();
+    const auto all = exchange_sums(at::cat({local.reshape({-1}), sums.of_affine.reshape({-1})}),
+                                   call.comm, "backward with weight");
+    sums.of_affine =
+        all.narrow(0, local.numel(), sums.of_affine.numel()).view(sums.of_affine.sizes());
+    return all.narrow(0, 0, local.numel()).view(local.sizes()) / count;
   }
 };
 
@@ -107,6 +94,25 @@ at::Tensor apply_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
   const auto participation = at::zeros({}, x.options()).set_requires_grad(joins);
   return NormFunction::apply(x, or_placeholder(weight, x), or_placeholder(bias, x), participation,
                              moments.mean, (moments.variance + call->eps).rsqrt(), call);
+}
+
+at::Tensor normalize(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                     const c10::intrusive_ptr<NormCall>& call, const std::string& details) {
+  MomentsRequest request;
+  request.comm = call->comm;
+  request.dtype = x.scalar_type();
+  request.eps = call->eps;
+  request.grad_mode = at::GradMode::is_enabled();
+  request.wants_gradient = request.grad_mode && x.requires_grad();
+  request.details = details;
+  Moments moments;
+  {
+    const at::NoGradGuard no_grad;
+    moments = exchange_moments(NormInput(x, call->layout), call->layout, {}, request);
+  }
+  call->count = moments.count;
+  call->reduce_backward = moments.ranks_wanting_gradient > 0;
+  return apply_norm(x, weight, bias, moments, call);
 }
 
 }  // namespace syncnorm

@@ -11,12 +11,21 @@ StatisticsBuffer::StatisticsBuffer(std::shared_ptr<Communicator> comm, int64_t w
       buffer_(
           at::empty({words + kTagWords}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
 
-void StatisticsBuffer::exchange(const std::string& details) {
-  Signature signature;
-  signature.add("operation", "all_reduce")
+namespace {
+
+Signature signature_of(const char* operation, const Communicator& comm,
+                       const std::string& details) {
+  return Signature()
+      .add("operation", operation)
       .add("module", ModuleScope::current())
-      .add("sequence", comm_->sequence())
+      .add("sequence", comm.sequence())
       .append(details);
+}
+
+}  // namespace
+
+void StatisticsBuffer::exchange(const std::string& details) {
+  const auto signature = signature_of("all_reduce", *comm_, details);
   const double tag = signature.tag();
   const double ranks = comm_->size();
   if (buffer_.is_cpu()) {
@@ -36,6 +45,30 @@ void StatisticsBuffer::exchange(const std::string& details) {
   const auto* sum = sums.const_data_ptr<double>();
   if (sum[0] != ranks * tag || sum[1] != ranks * tag * tag)
     comm_->raise_disagreement(signature.text());
+}
+
+at::Tensor StatisticsBuffer::gather(const std::shared_ptr<Communicator>& comm,
+                                    const at::Tensor& shard, at::IntArrayRef sizes,
+                                    const std::string& details) {
+  const auto signature = signature_of("all_gather", *comm, details);
+  const int64_t elements = kGatherTag * 8 / shard.element_size();
+  const auto tag = at::full({kGatherTag}, static_cast<double>(signature.tag()), at::kDouble);
+  const auto mine = tag.view(shard.scalar_type()).to(shard.device());
+  shard.narrow(0, 0, elements).copy_(mine);
+  comm->details_ = details;
+  at::Tensor all;
+  try {
+    all = comm->all_gather(shard, sizes);
+  } catch (const TransportError&) {
+    comm->raise_disagreement(signature.text());
+  }
+  int64_t at = 0;
+  for (const int64_t size : sizes) {
+    const auto theirs = all.narrow(0, at, elements).cpu().clone().view(at::kDouble);
+    if (!at::equal(theirs, tag)) comm->raise_disagreement(signature.text());
+    at += size;
+  }
+  return all;
 }
 
 }  // namespace syncnorm

@@ -29,6 +29,14 @@ class StatisticsBuffer {
 
   static constexpr int64_t kTagWords = 2;
 
+  /// Joins the ranks' flat shards like Communicator::all_gather, where the first kGatherTag doubles
+  /// of each are room for a tag that is compared on arrival. Raises CommunicationError on every
+  /// rank where anything differs.
+  static at::Tensor gather(const std::shared_ptr<Communicator>& comm, const at::Tensor& shard,
+                           at::IntArrayRef sizes, const std::string& details);
+
+  static constexpr int64_t kGatherTag = 1;
+
  private:
   std::shared_ptr<Communicator> comm_;
   at::Tensor buffer_;

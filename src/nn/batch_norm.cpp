@@ -2,27 +2,15 @@
 
 #include <torch/torch.h>
 
-#include <cmath>
-
-#include "autograd/input.h"
+#include "autograd/layout.h"
 #include "autograd/moments.h"
 #include "autograd/norm_function.h"
+#include "nn/norm_checks.h"
 #include "syncnorm/environment.h"
 #include "syncnorm/sync_batch_norm.h"
 
 namespace syncnorm {
 namespace {
-
-bool is_half(torch::ScalarType dtype) { return dtype == torch::kHalf || dtype == torch::kBFloat16; }
-
-void check_per_channel(const torch::Tensor& values, const char* what, int64_t channels,
-                       const torch::Tensor& input, const std::string& name) {
-  if (!values.defined()) return;
-  TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) == channels, name, ": ", what,
-                    " must have shape [", channels, "], got ", values.sizes());
-  TORCH_CHECK(values.device() == input.device(), name, ": input is on ", input.device(), " but ",
-              what, " on ", values.device());
-}
 
 /// A center near the mean keeps digits; the running mean is near it on most steps and equal on all
 /// ranks.
@@ -33,7 +21,8 @@ torch::Tensor choose_center(const BatchNormArguments& arguments, int64_t channel
   return arguments.running_mean.detach().to(torch::kDouble).nan_to_num(0, 0, 0);
 }
 
-void update_running_statistics(const BatchNormArguments& arguments, const Moments& moments) {
+void update_running_statistics(const BatchNormArguments& arguments, const Moments& moments,
+                               double count) {
   const torch::NoGradGuard no_grad;
   const auto blend = [&](const torch::Tensor& running, const torch::Tensor& latest) {
     running.copy_(running.to(torch::kDouble) * (1 - arguments.momentum) +
@@ -41,7 +30,7 @@ void update_running_statistics(const BatchNormArguments& arguments, const Moment
   };
   if (arguments.running_mean.defined()) blend(arguments.running_mean, moments.mean);
   if (arguments.running_var.defined())
-    blend(arguments.running_var, moments.variance * (moments.count / (moments.count - 1)));
+    blend(arguments.running_var, moments.variance * (count / (count - 1)));
 }
 
 thread_local bool running_stats_frozen = false;
@@ -56,29 +45,17 @@ bool FreezeRunningStatsGuard::active() { return running_stats_frozen; }
 void check_batch_norm_input(const torch::Tensor& input, int64_t channels,
                             const BatchNormArguments& arguments) {
   const auto& name = arguments.name;
-  TORCH_CHECK_VALUE(input.defined(), name, ": the input is undefined");
+  check_norm_input(input, name);
   TORCH_CHECK_VALUE(input.dim() >= 2 && input.dim() <= 5, name,
                     ": expected input [N, C], [N, C, L], [N, C, H, W] or [N, C, D, H, W], got ",
                     input.sizes());
   TORCH_CHECK_VALUE(input.size(1) == channels, name, ": expected ", channels,
                     " channels, got input ", input.sizes());
-  TORCH_CHECK(input.layout() == torch::kStrided, name, ": expected a dense input, got layout ",
-              input.layout());
-  const auto dtype = input.scalar_type();
-  TORCH_CHECK_TYPE(dtype == torch::kDouble || dtype == torch::kFloat || is_half(dtype), name,
-                   ": input must be double, float, half or bfloat16, got ", dtype);
-  check_per_channel(arguments.weight, "weight", channels, input, name);
-  check_per_channel(arguments.bias, "bias", channels, input, name);
-  check_per_channel(arguments.running_mean, "running_mean", channels, input, name);
-  check_per_channel(arguments.running_var, "running_var", channels, input, name);
-  for (const auto& values :
-       {arguments.weight, arguments.bias, arguments.running_mean, arguments.running_var})
-    TORCH_CHECK_TYPE(!values.defined() || values.scalar_type() == dtype ||
-                         (is_half(dtype) && values.scalar_type() == torch::kFloat),
-                     name, ": input is ", dtype, " but parameters or running statistics are ",
-                     values.scalar_type(), "; they must match, or be float for half and bfloat16");
-  TORCH_CHECK_VALUE(arguments.eps >= 0 && std::isfinite(arguments.eps), name,
-                    ": eps must be finite and not negative, got ", arguments.eps);
+  check_norm_parameter(arguments.weight, "weight", {channels}, input, name);
+  check_norm_parameter(arguments.bias, "bias", {channels}, input, name);
+  check_norm_parameter(arguments.running_mean, "running_mean", {channels}, input, name);
+  check_norm_parameter(arguments.running_var, "running_var", {channels}, input, name);
+  check_eps(arguments.eps, name);
   TORCH_CHECK_VALUE(arguments.momentum >= 0 && arguments.momentum <= 1, name,
                     ": momentum must be in [0, 1], got ", arguments.momentum);
 }
@@ -97,21 +74,22 @@ std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input
   request.eps = arguments.eps;
   request.grad_mode = torch::GradMode::is_enabled();
   request.wants_gradient = request.grad_mode && input.requires_grad();
-  const ChannelInput local(input);
+  call->layout = channel_layout(input);
   Moments moments;
   {
     const torch::NoGradGuard no_grad;
-    moments = exchange_moments(local.data, local.layout,
+    moments = exchange_moments(NormInput(input, call->layout), call->layout,
                                choose_center(arguments, input.size(1), input), request);
   }
+  const auto count = moments.count.item<double>();
   TORCH_CHECK_VALUE(
-      moments.count != 1, arguments.name,
+      count != 1, arguments.name,
       ": expected more than 1 value per channel over all ranks when training, got input ",
       input.sizes(), " on rank ", call->comm->rank());
-  if (moments.count > 0 && arguments.update_running) update_running_statistics(arguments, moments);
+  if (count > 0 && arguments.update_running) update_running_statistics(arguments, moments, count);
   call->count = moments.count;
   call->reduce_backward = moments.ranks_wanting_gradient > 0;
-  return {apply_norm(input, arguments.weight, arguments.bias, moments, call), moments.count};
+  return {apply_norm(input, arguments.weight, arguments.bias, moments, call), count};
 }
 
 torch::Tensor normalize_with_running(const torch::Tensor& input,

@@ -13,6 +13,6 @@ std::string next_default_name(const std::string& kind) {
 }
 
 NamedModule::NamedModule(const std::string& kind, std::string given_name)
-    : name_(std::move(given_name)), default_name_(next_default_name(kind)) {}
+    : name_(std::move(given_name)), default_name_(name_.empty() ? next_default_name(kind) : "") {}
 
 }  // namespace syncnorm

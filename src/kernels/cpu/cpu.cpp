@@ -72,6 +72,50 @@ void for_rows(const SlotLayout& layout, F&& body) {
                    [&](int64_t begin, int64_t end) { body(begin * layout.slots, end - begin); });
 }
 
+template <typename T>
+const T* data_or_null(const at::Tensor& values) {
+  return values.defined() ? values.const_data_ptr<T>() : nullptr;
+}
+
+template <typename T>
+const T* advance(const T* values, int64_t by) {
+  return values == nullptr ? nullptr : values + by;
+}
+
+/// The sums of every slot, and in the same pass those of every column: blocks of slots add up
+/// columns of their own, and the blocks are added in order.
+template <typename T>
+BackwardSums sum_columns(const T* x, const T* dy, const SlotLayout& layout,
+                         const at::Tensor& affine, const Columns& columns) {
+  constexpr int64_t kMostBlocks = 64;  // bounds the memory of the columns' partial sums
+  const int64_t slots = layout.slots, inner = layout.inner;
+  const int64_t each = std::max(
+      {int64_t{1}, kBlock / std::max<int64_t>(inner, 1), (slots + kMostBlocks - 1) / kMostBlocks});
+  const int64_t blocks = (slots + each - 1) / each;
+  const auto partial = at::zeros({blocks, 2, columns.rows, inner}, at::kDouble);
+  BackwardSums result;
+  result.slots = at::empty({2, slots}, at::kDouble);
+  auto* sums = partial.data_ptr<double>();
+  auto* first = result.slots.data_ptr<double>();
+  const auto* k = affine.const_data_ptr<double>();
+  const auto* weight = data_or_null<T>(columns.weight);
+  const int64_t width = columns.rows * inner;
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b)
+      for (int64_t s = b * each; s < std::min(slots, (b + 1) * each); ++s) {
+        const int64_t column = s % columns.rows * inner;
+        auto* dweight = sums + b * 2 * width + column;
+        const auto sum = loops::backward_sums_columns(
+            x + s * inner, dy + s * inner, inner, {k[s], k[slots + s], k[2 * slots + s]},
+            advance(weight, column), dweight, dweight + width);
+        first[s] = sum.first;
+        first[slots + s] = sum.second;
+      }
+  });
+  result.columns = partial.sum(0);
+  return result;
+}
+
 template <typename F>
 void dispatch(const at::Tensor& x, F&& body) {
   if (x.scalar_type() == at::kDouble) return body(double());
@@ -102,22 +146,25 @@ class CpuKernels final : public KernelSet {
     return result;
   }
 
-  at::Tensor backward_sums(const at::Tensor& x, const at::Tensor& dy, const SlotLayout& layout,
-                           const at::Tensor& center) const override {
-    at::Tensor result;
+  BackwardSums backward_sums(const at::Tensor& x, const at::Tensor& dy, const SlotLayout& layout,
+                             const at::Tensor& affine, const Columns& columns) const override {
+    BackwardSums result;
     dispatch(x, [&](auto zero) {
       using T = decltype(zero);
       const auto* data = x.const_data_ptr<T>();
       const auto* gradient = dy.const_data_ptr<T>();
-      if (layout.inner == 1) {
-        const auto* centers = center.const_data_ptr<double>();
-        result = sum_rows(layout, [&](int64_t row, int64_t rows, double* first, double* second) {
-          const int64_t at = row * layout.slots;
-          loops::backward_sums_rows(data + at, gradient + at, rows, layout.slots, centers, first,
-                                    second);
-        });
+      const auto* centers = affine.const_data_ptr<double>();
+      if (columns.any()) {
+        result = sum_columns(data, gradient, layout, affine, columns);
+      } else if (layout.inner == 1) {
+        result.slots =
+            sum_rows(layout, [&](int64_t row, int64_t rows, double* first, double* second) {
+              const int64_t at = row * layout.slots;
+              loops::backward_sums_rows(data + at, gradient + at, rows, layout.slots, centers,
+                                        first, second);
+            });
       } else {
-        result = sum_runs(layout, center, [&](int64_t at, double c) {
+        result.slots = sum_runs(layout, affine[0], [&](int64_t at, double c) {
           return loops::backward_sums(data + at, gradient + at, layout.inner, c);
         });
       }
@@ -126,14 +173,22 @@ class CpuKernels final : public KernelSet {
   }
 
   void apply(const at::Tensor& x, const SlotLayout& layout, const at::Tensor& coefficients,
-             const at::Tensor& y) const override {
+             const Columns& columns, const at::Tensor& y) const override {
     dispatch(x, [&](auto zero) {
       using T = decltype(zero);
       const auto* from = x.const_data_ptr<T>();
       const auto* k = coefficients.const_data_ptr<T>();
       auto* to = y.data_ptr<T>();
       const int64_t n = layout.slots;
-      if (layout.inner == 1) {
+      if (columns.any()) {
+        const auto* weight = data_or_null<T>(columns.weight);
+        const auto* bias = data_or_null<T>(columns.bias);
+        for_runs(layout, [&](int64_t at, int64_t s) {
+          const int64_t column = s % columns.rows * layout.inner;
+          loops::apply_columns(from + at, layout.inner, k[s], k[n + s], k[2 * n + s],
+                               advance(weight, column), advance(bias, column), to + at);
+        });
+      } else if (layout.inner == 1) {
         for_rows(layout, [&](int64_t at, int64_t rows) {
           loops::apply_rows(from + at, rows, n, k, to + at);
         });
@@ -146,7 +201,8 @@ class CpuKernels final : public KernelSet {
   }
 
   void backward_apply(const at::Tensor& x, const at::Tensor& dy, const SlotLayout& layout,
-                      const at::Tensor& coefficients, const at::Tensor& dx) const override {
+                      const at::Tensor& coefficients, const Columns& columns,
+                      const at::Tensor& dx) const override {
     dispatch(x, [&](auto zero) {
       using T = decltype(zero);
       const auto* from = x.const_data_ptr<T>();
@@ -154,16 +210,23 @@ class CpuKernels final : public KernelSet {
       const auto* k = coefficients.const_data_ptr<T>();
       auto* to = dx.data_ptr<T>();
       const int64_t n = layout.slots;
-      if (layout.inner == 1) {
+      if (layout.inner == 1 && !columns.any()) {
         for_rows(layout, [&](int64_t at, int64_t rows) {
           loops::backward_apply_rows(from + at, gradient + at, rows, n, k, to + at);
         });
-      } else {
-        for_runs(layout, [&](int64_t at, int64_t s) {
-          loops::backward_apply(from + at, gradient + at, layout.inner, k[s], k[n + s],
-                                k[2 * n + s], k[3 * n + s], to + at);
-        });
+        return;
       }
+      const auto* weight = data_or_null<T>(columns.weight);
+      for_runs(layout, [&](int64_t at, int64_t s) {
+        const loops::BackwardCoefficients<T> mine{k[s], k[n + s], k[2 * n + s], k[3 * n + s],
+                                                  k[4 * n + s]};
+        if (weight == nullptr) {
+          loops::backward_apply(from + at, gradient + at, layout.inner, mine, to + at);
+        } else {
+          loops::backward_apply_columns(from + at, gradient + at, layout.inner, mine,
+                                        weight + s % columns.rows * layout.inner, to + at);
+        }
+      });
     });
   }
 };

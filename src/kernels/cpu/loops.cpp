@@ -98,7 +98,76 @@ SYNCNORM_INLINE void backward_apply_rows_of(const T* __restrict x, const T* __re
                                             T* __restrict dx) {
   for (int64_t r = 0; r < rows; ++r, x += slots, dy += slots, dx += slots)
     for (int64_t s = 0; s < slots; ++s)
-      dx[s] = k[slots + s] * dy[s] + k[2 * slots + s] * (x[s] - k[s]) + k[3 * slots + s];
+      dx[s] = k[2 * slots + s] * dy[s] + k[3 * slots + s] * ((x[s] - k[s]) * k[slots + s]) +
+              k[4 * slots + s];
+}
+
+template <typename T>
+SYNCNORM_INLINE void apply_columns_of(const T* __restrict x, int64_t n, T center, T scale, T shift,
+                                      const T* __restrict weight, const T* __restrict bias,
+                                      T* __restrict y) {
+  if (weight == nullptr) {
+    for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - center) * scale + shift;
+  } else if (bias == nullptr) {
+    for (int64_t i = 0; i < n; ++i) y[i] = ((x[i] - center) * scale + shift) * weight[i];
+  } else {
+    for (int64_t i = 0; i < n; ++i) y[i] = ((x[i] - center) * scale + shift) * weight[i] + bias[i];
+  }
+}
+
+/// `gradient(i)` is dy[i] times the weight, if there is one.
+template <typename T, typename G>
+SYNCNORM_INLINE Sums weighted_sums(const T* __restrict x, int64_t n, double center, G gradient) {
+  double first[kLanes] = {};
+  double second[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) {
+      const double g = gradient(i + j);
+      first[j] += g;
+      second[j] += g * (static_cast<double>(x[i + j]) - center);
+    }
+  for (int j = 0; i < n; ++i, ++j) {
+    const double g = gradient(i);
+    first[j] += g;
+    second[j] += g * (static_cast<double>(x[i]) - center);
+  }
+  return {total(first), total(second)};
+}
+
+template <typename T>
+SYNCNORM_INLINE Sums backward_sums_columns_of(const T* __restrict x, const T* __restrict dy,
+                                              int64_t n, const Affine& affine,
+                                              const T* __restrict weight,
+                                              double* __restrict dweight,
+                                              double* __restrict dbias) {
+  if (dweight != nullptr) {
+    const double center = affine.center, scale = affine.scale, shift = affine.shift;
+    for (int64_t i = 0; i < n; ++i) {
+      const double g = dy[i];
+      dweight[i] += g * ((static_cast<double>(x[i]) - center) * scale + shift);
+      dbias[i] += g;
+    }
+  }
+  if (weight == nullptr)
+    return weighted_sums(x, n, affine.center,
+                         [=](int64_t i) { return static_cast<double>(dy[i]); });
+  return weighted_sums(x, n, affine.center, [=](int64_t i) {
+    return static_cast<double>(dy[i]) * static_cast<double>(weight[i]);
+  });
+}
+
+template <typename T>
+SYNCNORM_INLINE void backward_apply_columns_of(const T* __restrict x, const T* __restrict dy,
+                                               int64_t n, const BackwardCoefficients<T>& k,
+                                               const T* __restrict weight, T* __restrict dx) {
+  const T center = k.center, scale = k.scale, a = k.a, b = k.b, c = k.c;
+  if (weight == nullptr) {
+    for (int64_t i = 0; i < n; ++i) dx[i] = a * dy[i] + b * ((x[i] - center) * scale) + c;
+  } else {
+    for (int64_t i = 0; i < n; ++i)
+      dx[i] = a * (dy[i] * weight[i]) + b * ((x[i] - center) * scale) + c;
+  }
 }
 
 }  // namespace
@@ -113,9 +182,23 @@ SYNCNORM_INLINE void backward_apply_rows_of(const T* __restrict x, const T* __re
   SYNCNORM_CLONES void apply(const T* x, int64_t n, T center, T scale, T shift, T* y) {            \
     for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - center) * scale + shift;                        \
   }                                                                                                \
-  SYNCNORM_CLONES void backward_apply(const T* x, const T* dy, int64_t n, T center, T a, T b, T c, \
-                                      T* dx) {                                                     \
-    for (int64_t i = 0; i < n; ++i) dx[i] = a * dy[i] + b * (x[i] - center) + c;                   \
+  SYNCNORM_CLONES void backward_apply(const T* x, const T* dy, int64_t n,                          \
+                                      const BackwardCoefficients<T>& k, T* dx) {                   \
+    backward_apply_columns_of<T>(x, dy, n, k, nullptr, dx);                                        \
+  }                                                                                                \
+  SYNCNORM_CLONES void apply_columns(const T* x, int64_t n, T center, T scale, T shift,            \
+                                     const T* weight, const T* bias, T* y) {                       \
+    apply_columns_of(x, n, center, scale, shift, weight, bias, y);                                 \
+  }                                                                                                \
+  SYNCNORM_CLONES Sums backward_sums_columns(const T* x, const T* dy, int64_t n,                   \
+                                             const Affine& affine, const T* weight,                \
+                                             double* dweight, double* dbias) {                     \
+    return backward_sums_columns_of(x, dy, n, affine, weight, dweight, dbias);                     \
+  }                                                                                                \
+  SYNCNORM_CLONES void backward_apply_columns(const T* x, const T* dy, int64_t n,                  \
+                                              const BackwardCoefficients<T>& k, const T* weight,   \
+                                              T* dx) {                                             \
+    backward_apply_columns_of(x, dy, n, k, weight, dx);                                            \
   }                                                                                                \
   SYNCNORM_CLONES void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center, \
                                     double* first, double* second) {                               \

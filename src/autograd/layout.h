@@ -1,0 +1,83 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <vector>
+
+#include "kernels/kernels.h"
+
+namespace syncnorm {
+
+/// What a norm is, as data: how the elements of its input belong to slots, and how weight and bias
+/// belong to elements.
+///
+/// The input, in row-major order, is [outer, cells, inner]. Statistics belong to slots; a slot is a
+/// cell or the union of several.
+struct NormLayout {
+  kernels::SlotLayout cells;
+  const char* unit = "slots";  ///< what error messages call a slot
+  int64_t slots = 0;
+  at::Tensor slot_of_cell;  ///< int64 [cells]; undefined: each cell is a slot of its own
+
+  /// Cell c takes row c % affine_rows of the weight, which is [affine_rows] or, `by_column`,
+  /// [affine_rows, inner].
+  int64_t affine_rows = 1;
+  bool by_column = false;
+
+  /// Values a slot holds over all ranks, double [] or [slots], where that is known beforehand;
+  /// otherwise the ranks' `values` are added up and shared out to `slots_of_values` slots.
+  at::Tensor count;
+  int64_t values = 0;
+  int64_t slots_of_values = 1;
+  std::optional<int64_t> total_values;  ///< what `values` must add up to, where that is known
+
+  /// 1 where a cell counts in the statistics, 0 where another rank holds the same cell and counts
+  /// it: double [cells]; undefined: all 1. Backward takes the gradients of copies as parts of one.
+  at::Tensor share;
+
+  /// Weight and bias are whole on every rank and see a part of the input: their gradients are
+  /// summed over the ranks in the collective of the backward.
+  bool sum_affine_gradients = false;
+
+  bool centered = true;
+  bool keeps_format = false;  ///< channels-last memory is read as it is
+
+  at::Tensor to_slots(const at::Tensor& of_cells) const;  ///< sums [k, cells] to [k, slots]
+  at::Tensor to_cells(const at::Tensor& of_slots) const;  ///< spreads [slots] to [cells]
+  /// Weight or bias [affine_rows] spread to [cells].
+  at::Tensor affine_to_cells(const at::Tensor& values) const;
+  /// Its inverse for gradients: sums [cells] to [affine_rows].
+  at::Tensor cells_to_affine(const at::Tensor& of_cells) const;
+  /// Weight or bias, by column or not, as a factor for [outer, cells, inner]; and the inverse.
+  at::Tensor spread_affine(const at::Tensor& values) const;
+  at::Tensor sum_affine(const at::Tensor& of_elements) const;
+};
+
+/// Slots are the channels of [N, C, ...].
+NormLayout channel_layout(const at::Tensor& x);
+
+/// Slots are the rows of [..., h]; `hidden` is their length over all ranks.
+NormLayout row_layout(const at::Tensor& x, int64_t hidden, bool centered);
+
+/// Slots are the groups of channels of each sample of x [N, c, ...]: `group_of_channel` has c
+/// entries in [0, groups).
+NormLayout group_layout(const at::Tensor& x, const std::vector<int64_t>& group_of_channel,
+                        int64_t groups);
+
+/// A norm's input as the kernels read it: dense, in the dtype that is computed in.
+struct NormInput {
+  NormInput(const at::Tensor& tensor, const NormLayout& norm);
+
+  /// `tensor`, of the same shape, brought to the same memory order and dtype.
+  at::Tensor match(const at::Tensor& tensor) const;
+
+  at::Tensor data;
+  at::MemoryFormat format;
+  kernels::SlotLayout layout;  ///< as it lies in memory; the same slots as NormLayout::cells
+};
+
+/// float for half and bfloat16, otherwise `dtype`.
+at::ScalarType compute_dtype(at::ScalarType dtype);
+
+}  // namespace syncnorm

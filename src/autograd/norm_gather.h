@@ -1,0 +1,50 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "syncnorm/communicator.h"
+
+namespace syncnorm {
+
+/// What one call of a norm with a linear layer fixes for its forward and backward.
+struct NormLinearCall : torch::CustomClassHolder {
+  std::shared_ptr<Communicator> comm;
+  std::string module;
+  double eps = 0;
+  bool centered = false;
+  std::vector<int64_t> sizes;  ///< columns of the input by rank
+  bool keep_gathered = true;
+
+  int64_t hidden() const;
+};
+
+/// The normalised whole rows, and the statistics to go back.
+struct GatheredRows {
+  at::Tensor normalized;  ///< [hidden, rows] in the input's dtype
+  at::Tensor mean, rstd;  ///< double [rows]
+  at::Tensor weight;      ///< of the norm, whole [hidden], only where centered and given
+  at::Tensor bias;        ///< likewise
+};
+
+/// Normalises whole rows of which each rank has columns `x` [rows, h], in one all-gather that
+/// carries the columns with each rank's own moments. `weight`, `bias` [h] are the norm's, undefined
+/// where absent.
+GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
+                               const at::Tensor& bias, const NormLinearCall& call);
+
+/// This rank's part of a sum over ranks.
+struct ScatteredGradient {
+  at::Tensor of_columns;  ///< [rows, h], contiguous
+  at::Tensor means;       ///< double [2 or 1, rows]: mean(g), mean(g*xhat), g = gradient * weight
+};
+
+/// Sums the ranks' parts of the gradient of the normalised rows, `gradient` [hidden, rows], and
+/// what of them the norm's backward has to know of whole rows, in one reduce-scatter.
+ScatteredGradient scatter_gradient(const at::Tensor& gradient, const GatheredRows& rows,
+                                   const NormLinearCall& call);
+
+}  // namespace syncnorm
