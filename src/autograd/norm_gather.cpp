@@ -150,7 +150,7 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
     parts.push_back(all.narrow(0, at, blocks[r].size));
     of_rank.push_back(
         as_doubles(parts[r].narrow(0, blocks[r].moments, blocks[r].columns_at - blocks[r].moments))
-            .view({-1, rows}));
+            .view({moments.size(0), rows}));
   }
   const auto merged = merge(of_rank, call);
   GatheredRows result;

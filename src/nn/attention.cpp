@@ -138,7 +138,8 @@ torch::Tensor ParallelAttentionImpl::forward(const torch::Tensor& input, KeyValu
                     ": expected an input [batch, positions, features], got ",
                     input.defined() ? c10::str(input.sizes()) : "an undefined tensor");
   const int64_t dim = *options.head_dim();
-  const auto heads = in_proj(input).view({input.size(0), input.size(1), -1, dim});
+  const auto heads =
+      in_proj(input).view({input.size(0), input.size(1), q_heads_ + 2 * k_heads_, dim});
   auto q = heads.narrow(2, 0, q_heads_), k = heads.narrow(2, q_heads_, k_heads_);
   auto v = heads.narrow(2, q_heads_ + k_heads_, k_heads_).transpose(1, 2);
   if (!qk_norm.is_empty()) std::tie(q, k) = qk_norm->forward(q, k);
