@@ -29,6 +29,8 @@ foreach(target IN ITEMS syncnorm_core syncnorm)
   target_compile_definitions(${target} PUBLIC OMPI_SKIP_MPICXX=1 MPICH_SKIP_MPICXX=1)
   syncnorm_target_defaults(${target})
 endforeach()
+# Headers alone, of the sources alone: nothing that a consumer would have to find.
+target_link_libraries(syncnorm PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 # Programs reuse the precompiled header, so it must not depend on a macro that only the library has.
 set_target_properties(syncnorm PROPERTIES DEFINE_SYMBOL "")
 

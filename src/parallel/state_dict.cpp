@@ -1,16 +1,14 @@
 #include "syncnorm/state_dict.h"
 
 #include <caffe2/serialize/inline_container.h>
-#include <fcntl.h>
 #include <torch/csrc/jit/serialization/pickler.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <fstream>
 
+#include "parallel/atomic_file.h"
 #include "parallel/pickle_reader.h"
 
 namespace syncnorm {
@@ -23,58 +21,6 @@ Tensors state_of(const torch::nn::Module& module) {
   for (const auto& buffer : module.named_buffers()) state.insert(buffer.key(), buffer.value());
   return state;
 }
-
-/// A file that appears under its name when it is committed, and never otherwise.
-class AtomicFile {
- public:
-  explicit AtomicFile(const std::string& path)
-      : path_(path), temporary_(path + ".part" + std::to_string(::getpid())) {
-    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    check(descriptor_ >= 0, "create");
-  }
-  ~AtomicFile() {
-    if (descriptor_ >= 0) ::close(descriptor_);
-    if (!committed_) ::unlink(temporary_.c_str());
-  }
-  AtomicFile(const AtomicFile&) = delete;
-  AtomicFile& operator=(const AtomicFile&) = delete;
-
-  /// Errors wait for commit(): the archive writer's destructor, which writes too, must not meet an
-  /// exception.
-  void write(const void* data, size_t size) noexcept {
-    const auto* bytes = static_cast<const char*>(data);
-    while (size > 0 && error_ == 0) {
-      const auto written = ::write(descriptor_, bytes, size);
-      if (written < 0) {
-        if (errno != EINTR) error_ = errno;
-        continue;
-      }
-      bytes += written;
-      size -= static_cast<size_t>(written);
-    }
-  }
-
-  void commit() {
-    errno = error_;
-    check(error_ == 0, "write");
-    check(::fsync(descriptor_) == 0, "write");
-    check(::close(std::exchange(descriptor_, -1)) == 0, "write");
-    check(std::rename(temporary_.c_str(), path_.c_str()) == 0, "rename to its name");
-    committed_ = true;
-  }
-
- private:
-  void check(bool good, const char* verb) const {
-    TORCH_CHECK(good, "save_state_dict: cannot ", verb, " '", path_, "': ", std::strerror(errno),
-                ".");
-  }
-
-  std::string path_;
-  std::string temporary_;
-  int descriptor_ = -1;
-  int error_ = 0;
-  bool committed_ = false;
-};
 
 /// A copy that stands alone: on the host, and not a small part of somebody's large storage.
 torch::Tensor standalone(const torch::Tensor& tensor) {
@@ -179,8 +125,12 @@ std::string differences(const Tensors& wanted, const Tensors& given) {
 }  // namespace
 
 void save_state_dict(const torch::nn::Module& module, const std::string& path) {
-  const auto [pickle, tensors] = pickle_dict(state_of(module));
-  AtomicFile file(path);
+  save_state_dict(state_of(module), path);
+}
+
+void save_state_dict(const Tensors& state, const std::string& path) {
+  const auto [pickle, tensors] = pickle_dict(state);
+  AtomicFile file(path, "save_state_dict");
   caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, size_t size) {
     file.write(data, size);
     return size;
@@ -194,6 +144,8 @@ void save_state_dict(const torch::nn::Module& module, const std::string& path) {
   archive.writeEndOfFile();
   file.commit();
 }
+
+Tensors read_state_dict(const std::string& path) { return read_file(path); }
 
 void load_state_dict(torch::nn::Module& module, const std::string& path) {
   const auto given = read_file(path);
