@@ -129,15 +129,16 @@ c10::intrusive_ptr<Call> new_column_call(const Tensor& x, const std::vector<int6
   auto call = new_call(x, comm, name);
   TORCH_CHECK_VALUE(static_cast<int>(sizes.size()) == comm->size(), name,
                     ": one number of columns for each of ", comm->size(), " ranks is needed, got ",
-                    sizes, ".");
+                    at::IntArrayRef(sizes), ".");
   for (const int64_t size : sizes)
-    TORCH_CHECK_VALUE(size >= 0, name, ": numbers of columns cannot be negative: ", sizes, ".");
+    TORCH_CHECK_VALUE(size >= 0, name,
+                      ": numbers of columns cannot be negative: ", at::IntArrayRef(sizes), ".");
   call->sizes = sizes;
   const int64_t expected = whole ? call->total() : call->own();
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == expected, name, ": rank ", comm->rank(),
                     " needs an input with ", expected, " columns in the last dimension (",
-                    whole ? "all" : "its own", " of ", sizes, " by rank), got shape ", x.sizes(),
-                    ".");
+                    whole ? "all" : "its own", " of ", at::IntArrayRef(sizes),
+                    " by rank), got shape ", x.sizes(), ".");
   return call;
 }
 
