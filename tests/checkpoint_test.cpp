@@ -77,7 +77,12 @@ std::vector<Tensor> expected_of(const std::vector<ShardedTensor>& tensors) {
   return values;
 }
 
-/// The first `ranks` ranks, for those others null.
+/// Unnamed modules are numbered as they are made, so ranks that are not in the group make one too.
+nn::Sequential make_on_all_ranks(const Comm& comm) {
+  return make_model(comm != nullptr ? comm : self_communicator());
+}
+
+/// The first `ranks` ranks; null on the others.
 Comm first_ranks(const Comm& world, int ranks) {
   return world->split(world->rank() < ranks ? 0 : -1, world->rank());
 }
@@ -87,8 +92,9 @@ TEST(Checkpoint, LoadsAtAnyNumberOfRanks) {
   const SharedFolder folder(world);
   for (int writers = 1; writers <= world->size(); ++writers) {
     const auto path = folder.file("by" + std::to_string(writers));
-    if (const auto comm = first_ranks(world, writers)) {
-      const auto model = make_model(comm);
+    const auto comm = first_ranks(world, writers);
+    const auto model = make_on_all_ranks(comm);
+    if (comm != nullptr) {
       const auto tensors = sharded_tensors(*model);
       fill(tensors, false);
       comm->reset_counters();
@@ -104,8 +110,8 @@ TEST(Checkpoint, LoadsAtAnyNumberOfRanks) {
     for (int readers = 1; readers <= world->size(); ++readers) {
       SCOPED_TRACE(c10::str(writers, " writers ", readers, " readers"));
       const auto comm = first_ranks(world, readers);
+      const auto model = make_on_all_ranks(comm);
       if (comm == nullptr) continue;
-      const auto model = make_model(comm);
       const auto tensors = sharded_tensors(*model);
       const auto expected = expected_of(tensors);
       comm->reset_counters();
