@@ -1,6 +1,7 @@
 #pragma once
 
 #include "syncnorm/attention.h"
+#include "syncnorm/check_layer.h"
 #include "syncnorm/communicator.h"
 #include "syncnorm/convert.h"
 #include "syncnorm/data_parallel.h"
