@@ -273,13 +273,13 @@ TEST(Checkpoint, ReplacesOnlyCheckpointsAndSurvivesCrashes) {
 
   // And, where folders cannot be exchanged, between the two renames.
   comm->barrier();
-  if (comm->rank() == 0) fs::rename(path, path + ".old");
+  if (comm->rank() == 0) fs::rename(path, path + ".replaced");
   comm->barrier();
   EXPECT_EQ(read_checkpoint_metadata(path).at("step"), "3");
   comm->barrier();
   save_checkpoint(path, tensors, comm, {{"step", "4"}});
   EXPECT_EQ(read_checkpoint_metadata(path).at("step"), "4");
-  EXPECT_FALSE(fs::exists(path + ".old"));
+  EXPECT_FALSE(fs::exists(path + ".replaced"));
 
   comm->barrier();
   if (comm->rank() == 0) std::ofstream(path + "/thesis.tex") << "years of work";

@@ -33,10 +33,6 @@ nn::Linear plain_linear(int64_t in, int64_t out, uint64_t seed, bool bias = true
   return linear;
 }
 
-Sharding columns_of(const Comm& comm, const Sizes& sizes) {
-  return Sharding::consecutive(comm, 0, sizes);
-}
-
 /// This rank's part of the last dimension.
 Tensor own_columns(const Tensor& x, const Sharding& sharding) {
   return sharding.shard_of(x.movedim(-1, 0)).movedim(0, -1);
@@ -99,7 +95,7 @@ void run_column(const Trial& trial, const Comm& comm) {
     loss = loss + ranks_columns(y * factors[r], rows, r).pow(2).sum();
   loss.backward();
 
-  const auto inputs = sharded ? columns_of(comm, trial.in_sizes) : Sharding();
+  const auto inputs = sharded ? Sharding::consecutive(comm, 0, trial.in_sizes) : Sharding();
   auto x = whole.detach().clone();
   if (sharded) x = own_columns(x, inputs).detach().clone();
   x.set_requires_grad(true);
@@ -173,7 +169,7 @@ void run_row(const Sizes& leading, const Sizes& in_sizes, const Sizes& out_sizes
   constexpr int64_t kOut = 6;
   const bool scatter = !out_sizes.empty();
   auto reference = plain_linear(kIn, kOut, 5, bias);
-  const auto inputs = columns_of(comm, in_sizes);
+  const auto inputs = Sharding::consecutive(comm, 0, in_sizes);
   RowParallelLinear layer(RowParallelLinearOptions(kIn, kOut)
                               .bias(bias)
                               .columns(inputs.ranges)
@@ -189,7 +185,7 @@ void run_row(const Sizes& leading, const Sizes& in_sizes, const Sizes& out_sizes
   const auto expected = reference->forward(whole);
   (expected * factors).pow(2).sum().backward();
 
-  const auto outputs = scatter ? columns_of(comm, out_sizes) : Sharding();
+  const auto outputs = scatter ? Sharding::consecutive(comm, 0, out_sizes) : Sharding();
   const auto own = [&](const Tensor& t) { return scatter ? own_columns(t, outputs) : t; };
   auto x = own_columns(whole.detach(), inputs).set_requires_grad(true);
   comm->reset_counters();

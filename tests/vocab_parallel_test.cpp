@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "support/batch.h"
+#include "support/columns.h"
 #include "support/world.h"
 
 namespace syncnorm {
@@ -17,6 +18,7 @@ namespace {
 namespace nn = torch::nn;
 namespace F = torch::nn::functional;
 using testing::bit_equal_across;
+using testing::columns_of;
 using testing::message_of;
 using testing::new_world;
 using testing::relative_difference;
@@ -27,12 +29,6 @@ constexpr double kTolerance = 1e-13;
 
 using Comm = std::shared_ptr<Communicator>;
 using Sizes = std::vector<int64_t>;
-
-Tensor own_columns(const Tensor& x, const Sizes& sizes, int rank) {
-  int64_t start = 0;
-  for (int r = 0; r < rank; ++r) start += sizes[r];
-  return x.narrow(-1, start, sizes[rank]);
-}
 
 void expect_counts(const Comm& comm, const Sizes& counts, int64_t bytes) {
   const auto& c = comm->counters();
@@ -66,7 +62,7 @@ TEST(VocabParallelEmbedding, EqualsEmbeddingInValueAndGradients) {
       (expected * dy).pow(2).sum().backward();
 
       const auto own = [&](const Tensor& t) {
-        return scatter ? own_columns(t, out, comm->rank()) : t;
+        return scatter ? columns_of(t, out, comm->rank()) : t;
       };
       comm->reset_counters();
       const auto y = layer->forward(tokens);
@@ -122,8 +118,7 @@ TEST(VocabParallelCrossEntropy, EqualsCrossEntropyToSecondOrder) {
       targets.view({-1})[0] = 4;
       if (targets.numel() > 1) targets.view({-1})[1] = ignored;
       auto whole = (torch::randn(with_classes, torch::kDouble) * 5).set_requires_grad(true);
-      auto logits =
-          own_columns(whole.detach(), sizes, comm->rank()).clone().set_requires_grad(true);
+      auto logits = columns_of(whole.detach(), sizes, comm->rank()).set_requires_grad(true);
       const auto options =
           VocabParallelCrossEntropyOptions().ignore_index(ignored).shard_sizes(sizes).communicator(
               comm);
@@ -141,12 +136,12 @@ TEST(VocabParallelCrossEntropy, EqualsCrossEntropyToSecondOrder) {
       expect_counts(comm, {0, 0, 0}, 0);
       const auto own = torch::autograd::grad({loss.pow(2)}, {logits}, {}, true, true)[0];
       expect_counts(comm, {1, 0, 0}, 8 * targets.numel());
-      EXPECT_LE(relative_difference(plain, own_columns(gradient, sizes, comm->rank())), kTolerance);
+      EXPECT_LE(relative_difference(plain, columns_of(gradient, sizes, comm->rank())), kTolerance);
       EXPECT_LE(relative_difference(own, plain), kTolerance);
 
       const auto second = torch::autograd::grad({gradient.pow(2).sum()}, {whole})[0];
       const auto own_second = torch::autograd::grad({own.pow(2).sum()}, {logits})[0];
-      EXPECT_LE(relative_difference(own_second, own_columns(second, sizes, comm->rank())),
+      EXPECT_LE(relative_difference(own_second, columns_of(second, sizes, comm->rank())),
                 10 * kTolerance);
     }
   }
@@ -165,13 +160,13 @@ TEST(VocabParallelCrossEntropy, KeepsItsDigitsAndInfinities) {
                                    torch::kDouble);
   const auto targets = torch::tensor({1, 2, 4, 0});
   auto x = whole.clone().set_requires_grad(true);
-  auto logits = own_columns(whole, sizes, comm->rank()).clone().set_requires_grad(true);
+  auto logits = columns_of(whole, sizes, comm->rank()).set_requires_grad(true);
   const auto expected = plain_entropy(x, targets, -100);
   const auto loss = vocab_parallel_cross_entropy(logits, targets, options);
   EXPECT_LE(relative_difference(loss, expected), kTolerance);
   expected.backward();
   loss.backward();
-  EXPECT_LE(relative_difference(logits.grad(), own_columns(x.grad(), sizes, comm->rank())),
+  EXPECT_LE(relative_difference(logits.grad(), columns_of(x.grad(), sizes, comm->rank())),
             kTolerance);
 
   const auto none =
@@ -190,7 +185,7 @@ TEST(VocabParallelCrossEntropy, AccumulatesHalfTypesInFloat) {
     const auto whole = (torch::randn({200, 50}) * 4).to(dtype);
     const auto targets = torch::randint(50, {200}, torch::kLong);
     auto x = whole.to(torch::kDouble).set_requires_grad(true);
-    auto logits = own_columns(whole, sizes, comm->rank()).clone().set_requires_grad(true);
+    auto logits = columns_of(whole, sizes, comm->rank()).set_requires_grad(true);
     const auto expected = plain_entropy(x, targets, -100);
     comm->reset_counters();
     const auto loss = vocab_parallel_cross_entropy(
@@ -204,7 +199,7 @@ TEST(VocabParallelCrossEntropy, AccumulatesHalfTypesInFloat) {
     EXPECT_EQ(logits.grad().scalar_type(), dtype);
     // One rounding of gradients of at most 1 / 200; small ones of half are subnormal, 2^-25.
     const double rounding = dtype == torch::kFloat ? 1e-8 : 0.005 * 0x1p-8;
-    EXPECT_LE(relative_difference(logits.grad(), own_columns(x.grad(), sizes, comm->rank())),
+    EXPECT_LE(relative_difference(logits.grad(), columns_of(x.grad(), sizes, comm->rank())),
               rounding);
   }
 }

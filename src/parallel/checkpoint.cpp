@@ -72,7 +72,7 @@ void flush_folder(const fs::path& folder) {
 
 void put_in_place(const fs::path& part, const fs::path& folder) {
   flush_folder(part);
-  const auto old = beside(folder, ".old");
+  const auto old = beside(folder, ".replaced");
   if (!fs::exists(folder)) {
     fs::rename(part, folder);
   } else if (::renameat2(AT_FDCWD, part.c_str(), AT_FDCWD, folder.c_str(), RENAME_EXCHANGE) == 0) {
@@ -177,7 +177,7 @@ class StoredCheckpoint {
   };
 
   fs::path find(const fs::path& folder) const {
-    for (const auto& path : {folder, beside(folder, ".old")}) {
+    for (const auto& path : {folder, beside(folder, ".replaced")}) {
       if (fs::exists(path / rank_file(0))) return path;
     }
     TORCH_CHECK(false, who_, ": there is no checkpoint '", folder.string(), "'.");
