@@ -1,5 +1,7 @@
 #include "common/program.h"
 
+#include <c10/util/Exception.h>
+
 #include <iostream>
 
 #include "common/failure.h"
@@ -17,6 +19,9 @@ int run(const std::string& name, syncnorm::Environment& environment,
   } catch (const Failure& failure) {
     if (rank == 0) std::cerr << name << ": " << failure.what() << std::endl;
     return 1;
+  } catch (const c10::Error& error) {
+    std::cerr << name << ", rank " << rank << ": " << error.what_without_backtrace() << std::endl;
+    throw;
   } catch (const std::exception& error) {
     std::cerr << name << ", rank " << rank << ": " << error.what() << std::endl;
     throw;
@@ -30,6 +35,9 @@ int run_program(const std::string& name, int& argc, char**& argv,
   try {
     syncnorm::Environment environment(argc, argv);
     return run(name, environment, body);
+  } catch (const c10::Error& error) {
+    std::cerr << name << ": " << error.what_without_backtrace() << std::endl;
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << name << ": " << error.what() << std::endl;
     return 1;

@@ -29,11 +29,11 @@ def read_lines(path):
         return [json.loads(line) for line in lines if line.strip()]
 
 
-def label_ends(axes, x, ends):
-    """Writes each curve's name at its right end, pushed apart where they would touch."""
-    height = -1.0
+def label_ends(axes, x, ends, gap=0.055):
+    """Writes each curve's name at its right end, pushed apart by `gap` where they would touch."""
+    height = -np.inf
     for value, text, color, weight in sorted(end for end in ends if np.isfinite(end[0])):
-        height = max(value, height + 0.055)
+        height = max(value, height + gap)
         axes.annotate(text, (x, height), xytext=(6, 0), textcoords="offset points", color=color,
                       weight=weight, va="center", fontsize=9, annotation_clip=False)
 
