@@ -224,6 +224,24 @@ TEST(TransformerBlockVariants, ConstantsOfDeepNorm) {
   EXPECT_NEAR(decoder.beta, std::pow(72, -0.25), 1e-14);
 }
 
+TEST(TransformerBlockVariants, DeepNormScalesValuesOutputAndFeedForwardOnly) {
+  const auto comm = new_world();
+  const auto plain_options = Options(12, 3).head_dim(4).seed(3).communicator(comm).name("block");
+  auto deep_options = plain_options;
+  deep_options.placement(Placement::deepnorm).deepnorm(DeepNorm{2, 0.5});
+  ParallelTransformerBlock plain(plain_options), deep(deep_options);
+  const auto& before = plain->attention->in_proj->linear->weight;
+  const auto& after = deep->attention->in_proj->linear->weight;
+  const int64_t values = before.size(0) / 3;  // queries, keys, values: as many heads of each
+  EXPECT_TRUE(torch::equal(after.slice(0, 0, 2 * values), before.slice(0, 0, 2 * values)));
+  EXPECT_TRUE(torch::equal(after.slice(0, 2 * values), before.slice(0, 2 * values) * 0.5));
+  EXPECT_TRUE(
+      torch::equal(deep->attention->out_proj->weight, plain->attention->out_proj->weight * 0.5));
+  EXPECT_TRUE(
+      torch::equal(deep->mlp->in_proj->linear->weight, plain->mlp->in_proj->linear->weight * 0.5));
+  EXPECT_TRUE(torch::equal(deep->mlp->out_proj->weight, plain->mlp->out_proj->weight * 0.5));
+}
+
 TEST(TransformerBlockVariants, RefusesWhatDoesNotFit) {
   const auto comm = new_world();
   const auto says = [&](const std::string& expected, const Options& options) {

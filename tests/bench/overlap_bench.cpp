@@ -17,7 +17,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <map>
 #include <string>
 #include <thread>
@@ -25,6 +24,7 @@
 
 #include "syncnorm/environment.h"
 #include "syncnorm/process_group.h"
+#include "timing.h"
 
 namespace {
 
@@ -164,22 +164,14 @@ double lower_quartile(std::vector<double> values) {
   return *place;
 }
 
-std::string processor() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
-  }
-  return "unknown processor";
-}
-
 void print_hardware(int ranks) {
   char version[MPI_MAX_LIBRARY_VERSION_STRING];
   int length = 0;
   MPI_Get_library_version(version, &length);
   const std::string library(version, static_cast<size_t>(length));
-  std::printf("hardware: %s, %u cores in sight; %d ranks of %d threads; %s\n", processor().c_str(),
-              std::thread::hardware_concurrency(), ranks, at::get_num_threads(),
-              library.substr(0, library.find(',')).c_str());
+  std::printf("hardware: %s, %u cores in sight; %d ranks of %d threads; %s\n",
+              syncnorm::bench::processor().c_str(), std::thread::hardware_concurrency(), ranks,
+              at::get_num_threads(), library.substr(0, library.find(',')).c_str());
 }
 
 }  // namespace

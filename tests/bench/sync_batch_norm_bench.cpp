@@ -5,41 +5,17 @@
 //   mpirun -n 2 bench_sync_batch_norm_bench
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <fstream>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "syncnorm/syncnorm.h"
+#include "timing.h"
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-std::string processor() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);)
-    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
-  return "unknown processor";
-}
-
-/// Median over repetitions, microseconds; ranks start each together.
-template <typename F>
-double median_us(syncnorm::Communicator& comm, int repetitions, F&& body) {
-  std::vector<double> times;
-  for (int i = 0; i < repetitions + 2; ++i) {
-    comm.barrier();
-    const auto start = Clock::now();
-    body();
-    if (i >= 2)
-      times.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
-  }
-  std::nth_element(times.begin(), times.begin() + repetitions / 2, times.end());
-  return times[repetitions / 2];
-}
+using syncnorm::bench::median_us;
+using syncnorm::bench::processor;
 
 /// Sum over ranks in forward, and of gradients in backward.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
