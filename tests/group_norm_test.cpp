@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "support/batch.h"
+#include "support/tolerance.h"
 #include "support/world.h"
 
 namespace syncnorm {
@@ -14,11 +15,8 @@ using testing::message_of;
 using testing::new_world;
 using testing::relative_difference;
 
-// Double: both sides add up to a thousand terms. Float: some ten roundings of 2^-24, and a
-// difference of like terms in dx. Half: the output is rounded once, by 2^-11.
-double tolerance(torch::ScalarType dtype) {
-  return dtype == torch::kDouble ? 1e-11 : dtype == torch::kFloat ? 16 * 0x1p-24 : 1.5 * 0x1p-11;
-}
+// Double: both sides add up to a thousand terms.
+double tolerance(torch::ScalarType dtype) { return testing::norm_tolerance(dtype, 1e-11); }
 
 struct Trial {
   std::vector<int64_t> shape;

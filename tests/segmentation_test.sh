@@ -2,45 +2,9 @@
 # The segmentation example from end to end: trains, stops, resumes on other rank counts, and refuses what is wrong.
 #
 #   tests/segmentation_test.sh PROGRAM
-set -u
-
-program=$1
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-cd "$work" || exit 1
-export OMP_NUM_THREADS=1
-failures=0
-
-# ranks N COMMAND...: an mpirun job that cannot hang for ever.
-ranks() {
-  local count=$1
-  shift
-  timeout -k 5 "${LIMIT:-120}" mpirun --allow-run-as-root --oversubscribe --bind-to none \
-    --mca mpi_yield_when_idle 1 -n "$count" "$@"
-}
-
-fail() {
-  echo "FAILED: $1"
-  sed 's/^/    /' log | tail -n 20
-  failures=$((failures + 1))
-}
-
-# succeeds WHAT RANKS ARGUMENTS...
-succeeds() {
-  local what=$1 count=$2
-  shift 2
-  ranks "$count" "$program" --no-plots "$@" >log 2>&1 || fail "$what: status $?"
-}
-
-# refuses PATTERN RANKS ARGUMENTS...: ends soon with an error of the program's, said once.
-refuses() {
-  local pattern=$1 count=$2 status
-  shift 2
-  ranks "$count" "$program" "$@" >log 2>&1
-  status=$?
-  if [ $status -eq 0 ] || [ $status -ge 124 ]; then fail "[$*] should be refused: status $status"; fi
-  [ "$(grep -cE -- "$pattern" log)" = 1 ] || fail "[$*] should say once: $pattern"
-}
+# shellcheck source=support/job_test.sh
+source "$(dirname "${BASH_SOURCE[0]}")/support/job_test.sh" "$1"
+quiet=(--no-plots)
 
 # field FOLDER EPOCH KEY: a value of the epoch's line in metrics.jsonl.
 field() {
@@ -165,5 +129,4 @@ head -c 2000 straight/checkpoint.pt >cut && mkdir -p damaged && mv cut damaged/c
 refuses "damaged or no checkpoint" 3 --out damaged --resume
 refuses "no longer a number" 2 "${pairs[@]}" --width 4 --norm none --lr 1e6 --warmup 0 --epochs 3 --out diverged --no-plots
 
-[ $failures -eq 0 ] && echo "all passed"
-exit $((failures > 0))
+finish

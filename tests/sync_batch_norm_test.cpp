@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "support/batch.h"
+#include "support/tolerance.h"
 #include "support/world.h"
 
 namespace syncnorm {
@@ -27,22 +28,8 @@ struct Trial {
   torch::MemoryFormat gradient_format = torch::MemoryFormat::Contiguous;
 };
 
-/// Relative to the largest value. Double: both sides round like double sums of a few thousand
-/// terms. Float: one pass of float arithmetic with coefficients rounded once, 2^-24 each, and a
-/// difference of like terms in dx. Half and bfloat16: the input was rounded already; the output is
-/// rounded once more, 2^-11 and 2^-8 at most.
-double tolerance(torch::ScalarType dtype) {
-  switch (dtype) {
-    case torch::kDouble:
-      return 1e-11;
-    case torch::kFloat:
-      return 16 * 0x1p-24;
-    case torch::kHalf:
-      return 1.5 * 0x1p-11;
-    default:
-      return 1.5 * 0x1p-8;
-  }
-}
+/// Double: both sides round like double sums of a few thousand terms.
+double tolerance(torch::ScalarType dtype) { return testing::norm_tolerance(dtype, 1e-11); }
 
 struct Reference {
   torch::Tensor y, dx, dweight, dbias, running_mean, running_var;
