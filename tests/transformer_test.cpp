@@ -213,6 +213,21 @@ TEST(TransformerBlockVariants, NoPositionsNoBatch) {
   }
 }
 
+TEST(TransformerBlockVariants, WorkInSequential) {
+  const auto comm = new_world();
+  const auto options = Options(8, 2).residual(Residual::sharded).communicator(comm);
+  ParallelTransformerBlock block(options);
+  torch::nn::Sequential net(
+      block,
+      ParallelAttention(
+          ParallelAttentionOptions(8, 2).residual(Residual::sharded).communicator(comm)),
+      ParallelMLP(ParallelMLPOptions(8, 12).residual(Residual::sharded).communicator(comm)));
+  const auto x = stream_of(torch::randn({2, 3, 8}), options, *comm);
+  EXPECT_EQ(net->forward(x).sizes(), x.sizes());
+  const auto copy = std::dynamic_pointer_cast<ParallelTransformerBlockImpl>(block->clone());
+  EXPECT_TRUE(torch::equal(copy->forward(x), block(x)));
+}
+
 TEST(TransformerBlockVariants, ConstantsOfDeepNorm) {
   // Table 1 for 18 layers, and 6 and 6.
   EXPECT_NEAR(DeepNorm::encoder(18).alpha, std::pow(36, 0.25), 1e-15);
