@@ -15,7 +15,7 @@ namespace language_model {
 struct Recipe {
   std::string data, text;
   std::string tokenizer = "bpe";
-  int64_t vocab = 512;
+  int64_t vocab = 1024;
 
   int64_t layers = 4, hidden = 128, heads = 4, kv_heads = 0, intermediate = 0;
   std::string placement = "pre", norm = "rms", residual = "sharded", qk_norm = "none";
@@ -23,8 +23,8 @@ struct Recipe {
   double softcap = 0;
   int64_t context = 128;
 
-  int64_t batch = 16, steps = 800;
-  double lr = 3e-3, warmup = 40, weight_decay = 0.1, clip = 1;
+  int64_t batch = 8, steps = 1000;
+  double lr = 3e-3, warmup = 50, weight_decay = 0.1, clip = 1;
   std::string schedule = "cosine";
   uint64_t seed = 0;
   std::string dtype = "float";
@@ -45,8 +45,8 @@ struct Options {
   job::Output output;
   std::optional<SampleOptions> sample;  ///< absent: train
   int64_t tensor_parallel = 0;          ///< ranks of a tensor group; 0: all
-  int64_t log_every = 10, eval_every = 100, save_every = 200;
-  int64_t eval_windows = 128;
+  int64_t log_every = 20, eval_every = 100, save_every = 200;
+  int64_t eval_windows = 64;
   std::set<std::string> given;  ///< names of the flags on the command line, without dashes
 };
 

@@ -38,7 +38,8 @@ def draw_loss(axes, run, steps, checks, results):
     """Cross-entropy a token; on the right its axis in nats a byte, by the bytes a held-out token has on average."""
     x = np.array([line["step"] for line in steps])
     axes.plot(x, [line["loss"] for line in steps], color=TEAL, lw=1.2, alpha=0.9)
-    ends = [(np.mean([line["loss"] for line in steps[-3:]]), "training", TEAL, "normal")]
+    last = np.mean([line["loss"] for line in steps[-5:]])
+    ends = [(last, f"training {last:.2f}", TEAL, "normal")]
     scores = [(line["step"], line["held_out"]) for line in checks + results[-1:]]
     if scores:
         at, held_out = zip(*scores)
@@ -54,7 +55,7 @@ def draw_loss(axes, run, steps, checks, results):
             byte = axes.secondary_yaxis("right", functions=(lambda y: y / length, lambda y: y * length))
             byte.set_ylabel("nats a byte", color=SOFT)
             byte.spines["right"].set_visible(False)
-            byte.tick_params(pad=72, length=0)
+            byte.tick_params(pad=84, length=0)
     low, high = axes.get_ylim()
     label_ends(axes, x[-1], ends, gap=0.05 * (high - low))
     axes.set(title="Cross-entropy", xlabel="step", ylabel="nats a token", xlim=(0, x[-1]))
