@@ -1,6 +1,7 @@
 // Norm and linear layer in one gather against the plain composition on whole rows.
 #include "syncnorm/norm_linear.h"
 
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 
 #include "support/batch.h"
@@ -323,6 +324,52 @@ TEST(NormColumnParallelLinear, DisagreementIsAnErrorOnEveryRank) {
   const bool odd = world->rank() == 1;
   fails(NormColumnParallelLinearOptions(8, 8).eps(odd ? 1e-3 : 1e-6), "eps");
   fails(NormColumnParallelLinearOptions(8, 8).keep_gathered(odd), "keep gathered");
+  fails(NormColumnParallelLinearOptions(8, odd ? 10 : 8), "out features");
+  // From three ranks on, no rank's blocks are too small for what it gets: only the tag can tell.
+  auto shards = balanced_shards(12, world->size());
+  if (world->rank() == world->size() - 1) {
+    ++shards.front();
+    --shards.back();
+  }
+  fails(NormColumnParallelLinearOptions(12, 8).in_shard_sizes(shards), "columns by rank");
+  const at::AutoGradMode mode(!odd);  // the others' backward would wait for this rank
+  fails(NormColumnParallelLinearOptions(8, 8), "backward");
+}
+
+TEST(NormColumnParallelLinear, UnderAutocastEqualsTheLayerInItsDtype) {
+  const auto comm = new_world();
+  torch::manual_seed(5);
+  const auto shards = balanced_shards(12, comm->size());
+  const auto whole = torch::randn({3, 12});
+  for (const auto norm : {NormKind::rms, NormKind::layer})
+    for (const bool keep : {true, false})
+      for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
+        NormColumnParallelLinear layer(NormColumnParallelLinearOptions(12, 10)
+                                           .norm(norm)
+                                           .keep_gathered(keep)
+                                           .communicator(comm)
+                                           .name("nl"));
+        NormColumnParallelLinear cast(layer->options);
+        cast->linear->to(torch::kBFloat16);
+        auto x = columns_of(whole, shards, comm->rank()).to(dtype).set_requires_grad(true);
+        auto x16 = x.detach().to(torch::kBFloat16).set_requires_grad(true);
+        at::autocast::set_autocast_enabled(at::kCPU, true);
+        at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+        const auto y = layer(x);
+        at::autocast::set_autocast_enabled(at::kCPU, false);
+        at::autocast::clear_cache();
+        const auto expected = cast(x16);
+        EXPECT_TRUE(torch::equal(y, expected));  // of one dtype, too
+        y.sum().backward();
+        expected.sum().backward();
+        EXPECT_EQ(x.grad().scalar_type(), dtype);
+        EXPECT_TRUE(torch::equal(x.grad(), x16.grad().to(dtype)));
+        const auto parameters = cast->named_parameters();
+        for (const auto& p : layer->named_parameters()) {
+          EXPECT_EQ(p.value().grad().scalar_type(), torch::kFloat);
+          EXPECT_TRUE(torch::equal(p.value().grad(), parameters[p.key()].grad().to(torch::kFloat)));
+        }
+      }
 }
 
 TEST(NormColumnParallelLinear, RefusesWhatDoesNotFit) {

@@ -71,6 +71,10 @@ struct NormColumnParallelLinearOptions {
 /// Output [..., rows of W on this rank]. Children: `norm`, a TensorParallelLayerNorm or
 /// TensorParallelRMSNorm, and `linear`, a ColumnParallelLinear; the result equals
 /// linear(norm(input)). The input's dtype is the linear weight's; norm parameters may stay float.
+/// Under autocast both are cast to its dtype first, also a sharded input in front of the norm.
+///
+/// Raises CommunicationError on every rank where ranks disagree about a sharded input: rows, its
+/// cut, dtype, eps, features, layer, or whether a backward will follow.
 class NormColumnParallelLinearImpl : public torch::nn::Cloneable<NormColumnParallelLinearImpl>,
                                      public NamedModule {
  public:

@@ -1,8 +1,11 @@
 #include "autograd/norm_gather.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <numeric>
 
 #include "autograd/layout.h"
+#include "comm/fnv1a.h"
 #include "comm/signature.h"
 #include "comm/statistics_buffer.h"
 
@@ -89,17 +92,24 @@ Merged merge(const std::vector<at::Tensor>& moments, const NormLinearCall& call)
   return merged;
 }
 
-std::string describe(const at::Tensor& x, const NormLinearCall& call, int64_t parameters) {
-  return Signature()
-      .add("pass", "forward")
+std::string describe(const at::Tensor& x, const NormLinearCall& call, int64_t parameters,
+                     const char* pass) {
+  // Ranks that cut the rows in other ways would take each other's columns for what they are not.
+  const auto cut = c10::Join(" ", call.sizes);
+  Signature signature;
+  signature.add("pass", pass)
       .add("norm", call.centered ? "layer" : "rms")
       .add("rows", x.size(0))
       .add("hidden", call.hidden())
+      .add("out features", call.out_features)
       .add("dtype", c10::toString(x.scalar_type()))
       .add("eps", call.eps)
       .add("norm parameters", parameters)
       .add("keep gathered", call.keep_gathered ? "yes" : "no")
-      .text();
+      .add("backward", call.has_backward ? "yes" : "no");
+  constexpr size_t kReadable = 64;  // of many ranks; the field has to fit into messages
+  if (cut.size() <= kReadable) return signature.add("columns by rank", cut).text();
+  return signature.add("columns by rank (hash)", fnv1a(cut)).text();
 }
 
 /// Half types cannot carry a sum's digits in one element: the rest rides in a second.
@@ -112,7 +122,8 @@ int64_t NormLinearCall::hidden() const {
 }
 
 GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
-                               const at::Tensor& bias, const NormLinearCall& call) {
+                               const at::Tensor& bias, const NormLinearCall& call,
+                               const char* pass) {
   const int rank = call.comm->rank();
   const auto dtype = x.scalar_type();
   const auto compute = compute_dtype(dtype);
@@ -142,7 +153,8 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
     if (weight.defined()) place.narrow(0, 0, columns).copy_(weight);
     if (bias.defined()) place.narrow(0, (parameters - 1) * columns, columns).copy_(bias);
   }
-  const auto all = StatisticsBuffer::gather(call.comm, shard, sizes, describe(x, call, parameters));
+  const auto all =
+      StatisticsBuffer::gather(call.comm, shard, sizes, describe(x, call, parameters, pass));
 
   std::vector<at::Tensor> parts, of_rank;
   int64_t at = 0;

@@ -17,7 +17,9 @@ struct NormLinearCall : torch::CustomClassHolder {
   double eps = 0;
   bool centered = false;
   std::vector<int64_t> sizes;  ///< columns of the input by rank
+  int64_t out_features = 0;    ///< of the whole weight
   bool keep_gathered = true;
+  bool has_backward = false;  ///< this rank would wait for the others there
 
   int64_t hidden() const;
 };
@@ -32,9 +34,10 @@ struct GatheredRows {
 
 /// Normalises whole rows of which each rank has columns `x` [rows, h], in one all-gather that
 /// carries the columns with each rank's own moments. `weight`, `bias` [h] are the norm's, undefined
-/// where absent.
+/// where absent. `pass` says what for ("forward", ...).
 GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
-                               const at::Tensor& bias, const NormLinearCall& call);
+                               const at::Tensor& bias, const NormLinearCall& call,
+                               const char* pass);
 
 /// This rank's part of a sum over ranks.
 struct ScatteredGradient {

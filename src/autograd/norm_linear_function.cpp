@@ -45,7 +45,7 @@ struct NormLinearFunction : torch::autograd::Function<NormLinearFunction> {
     ctx->saved_data["present"] = present;
     const ModuleScope scope(call->module);
     auto rows = gather_normalized(x, unless_absent(norm_weight, present & 1),
-                                  unless_absent(norm_bias, present & 2), *call);
+                                  unless_absent(norm_bias, present & 2), *call, "forward");
     const auto u = rows.normalized.t();
     const auto y = present & 4 ? at::addmm(bias, u, weight.t()) : at::mm(u, weight.t());
     const bool keep = call->keep_gathered;
@@ -78,7 +78,7 @@ struct NormLinearFunction : torch::autograd::Function<NormLinearFunction> {
       rows = {saved[7], saved[5], saved[6], saved[8].numel() > 0 ? saved[8] : at::Tensor(),
               saved[9].numel() > 0 ? saved[9] : at::Tensor()};
     } else {
-      rows = gather_normalized(in.x, in.norm_weight, in.norm_bias, call);
+      rows = gather_normalized(in.x, in.norm_weight, in.norm_bias, call, "backward");
     }
     variable_list result(5);
     if (ctx->needs_input_grad(3)) result[3] = at::mm(dy.t(), rows.normalized.t());
@@ -129,6 +129,9 @@ at::Tensor norm_linear(const at::Tensor& x, const at::Tensor& norm_weight,
                        const at::Tensor& bias, const c10::intrusive_ptr<NormLinearCall>& call) {
   const int64_t present =
       (norm_weight.defined() ? 1 : 0) | (norm_bias.defined() ? 2 : 0) | (bias.defined() ? 4 : 0);
+  if (at::GradMode::is_enabled())
+    for (const auto& input : {x, norm_weight, norm_bias, weight, bias})
+      call->has_backward |= input.defined() && input.requires_grad();
   return NormLinearFunction::apply(x, or_empty(norm_weight, x), or_empty(norm_bias, x), weight,
                                    or_empty(bias, x), present, call);
 }

@@ -1,11 +1,24 @@
 #include "syncnorm/norm_linear.h"
 
+#include <ATen/autocast_mode.h>
+
 #include "autograd/norm_linear_function.h"
 #include "nn/child.h"
 #include "nn/norm_checks.h"
 #include "syncnorm/environment.h"
 
 namespace syncnorm {
+namespace {
+
+/// `values` as a linear layer under autocast takes them: in autocast's dtype, but double as it is.
+torch::Tensor cast_for_linear(const torch::Tensor& values) {
+  if (!values.defined() || !at::autocast::is_autocast_enabled(values.device().type()) ||
+      !values.is_floating_point() || values.scalar_type() == torch::kDouble)
+    return values;
+  return values.to(at::autocast::get_autocast_dtype(values.device().type()));
+}
+
+}  // namespace
 
 NormColumnParallelLinearImpl::NormColumnParallelLinearImpl(NormColumnParallelLinearOptions options_)
     : NamedModule("NormColumnParallelLinear", options_.name()), options(std::move(options_)) {
@@ -72,13 +85,16 @@ torch::Tensor NormColumnParallelLinearImpl::forward(const torch::Tensor& input) 
   TORCH_CHECK_VALUE(input.dim() > 0 && input.size(-1) == columns, name, ": rank ", comm->rank(),
                     " holds ", columns, " of ", options.in_features(),
                     " columns and expects an input [..., ", columns, "], got ", input.sizes());
-  TORCH_CHECK_TYPE(input.scalar_type() == linear->weight.scalar_type(), name, ": the input is ",
-                   input.scalar_type(), " but the linear weight ", linear->weight.scalar_type(),
+  const auto x = cast_for_linear(input);
+  const auto weight = cast_for_linear(linear->used_weight());
+  const auto bias = cast_for_linear(linear->used_bias());
+  TORCH_CHECK_TYPE(x.scalar_type() == weight.scalar_type(), name, ": the input is ",
+                   x.scalar_type(), " but the linear weight ", weight.scalar_type(),
                    "; convert one of them");
   const auto& norm_weight = layer ? layer_norm->weight : rms_norm->weight;
   const auto norm_bias = layer ? layer_norm->bias : torch::Tensor();
-  check_norm_parameter(norm_weight, "norm.weight", {columns}, input, name);
-  check_norm_parameter(norm_bias, "norm.bias", {columns}, input, name);
+  check_norm_parameter(norm_weight, "norm.weight", {columns}, x, name);
+  check_norm_parameter(norm_bias, "norm.bias", {columns}, x, name);
   check_eps(*options.eps(), name);
 
   auto call = c10::make_intrusive<NormLinearCall>();
@@ -87,11 +103,13 @@ torch::Tensor NormColumnParallelLinearImpl::forward(const torch::Tensor& input) 
   call->eps = *options.eps();
   call->centered = layer;
   call->sizes = sizes;
+  call->out_features = options.out_features();
   call->keep_gathered = options.keep_gathered();
+  const c10::impl::ExcludeDispatchKeyGuard cast_already(c10::autocast_dispatch_keyset);
   const int64_t rows = c10::multiply_integers(input.sizes().slice(0, input.dim() - 1));
-  const auto y = norm_linear(input.reshape({rows, columns}),
-                             with_unit_offset(norm_weight, options.unit_offset()), norm_bias,
-                             linear->used_weight(), linear->used_bias(), call);
+  const auto y =
+      norm_linear(x.reshape({rows, columns}), with_unit_offset(norm_weight, options.unit_offset()),
+                  norm_bias, weight, bias, call);
   auto shape = input.sizes().vec();
   shape.back() = y.size(1);
   return y.view(shape);
