@@ -111,6 +111,22 @@ TEST(ClipGradNorm, ReportsNormsThatAreNotFiniteOnEveryRank) {
   EXPECT_TRUE(std::isinf(clip_grad_norm(*model, 1.0, comm)));
 }
 
+TEST(ClipGradNorm, NoRanksNaNIsLostInTheLargest) {
+  const auto comm = new_world();
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (int from = 0; from < comm->size(); ++from) {
+    auto gradient = torch::tensor({-2.0, 1.0}, torch::kDouble);
+    const auto shard = Sharding::consecutive(comm, 0, std::vector<int64_t>(comm->size(), 2));
+    const ShardedTensor parameter{"weight", torch::zeros_like(gradient).requires_grad_(), shard};
+    auto tensor = parameter.tensor;
+    tensor.mutable_grad() = gradient;
+    EXPECT_EQ(clip_grad_norm({parameter}, 9, comm, kInfinity), 2);
+    if (comm->rank() == from) gradient[1] = std::numeric_limits<double>::quiet_NaN();
+    EXPECT_THROW(clip_grad_norm({parameter}, 9, comm, kInfinity, true), c10::Error) << from;
+    EXPECT_TRUE(std::isnan(clip_grad_norm({parameter}, 9, comm, kInfinity))) << from;
+  }
+}
+
 TEST(ClipGradNorm, ErrorsBeforeCommunication) {
   const auto comm = new_world();
   auto model = sharded_model(comm);

@@ -70,7 +70,14 @@ double clip_grad_norm(const std::vector<ShardedTensor>& parameters, double max_n
     total = largest ? torch::maximum(total, part) : total + part;
   }
   const ModuleScope scope(kWho);
-  group->all_reduce(total, largest ? ReduceOp::max : ReduceOp::sum);
+  if (largest) {
+    // MPI's largest of doubles may drop a NaN; as integers, numbers that are not negative keep
+    // their order and NaN comes behind infinity.
+    total.abs_();
+    group->all_reduce(total.view(torch::kLong), ReduceOp::max);
+  } else {
+    group->all_reduce(total);
+  }
   const double sum = total.item<double>();
   const double norm = largest ? sum : std::pow(sum, 1 / norm_type);
   TORCH_CHECK(!error_if_nonfinite || std::isfinite(norm), kWho, ": the norm of the gradients is ",
