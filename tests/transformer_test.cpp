@@ -268,10 +268,14 @@ TEST(TransformerBlockVariants, RefusesWhatDoesNotFit) {
   says("a divisor of heads", Options(8, 4).kv_heads(3));
   says("give head_dim", Options(10, 4));
   says("even head_dim", Options(12, 4).rope_theta(10));
+  says("rope_theta must be positive", Options(8, 2).rope_theta(0));
   says("softcap must be positive", Options(8, 4).softcap(0));
   says("DeepNorm::decoder", Options(8, 4).placement(Placement::deepnorm));
   says("placement deepnorm only", Options(8, 4).deepnorm(DeepNorm::decoder(2)));
   ParallelTransformerBlock block(Options(8, 2).communicator(comm));
+  KeyValueCache cache{torch::zeros({3, 1, 2, 4}), torch::zeros({3, 1, 2, 4})};
+  const auto unfit = message_of<c10::Error>([&] { block(torch::randn({2, 1, 8}), &cache); });
+  EXPECT_NE(unfit.find("the cache holds keys"), std::string::npos) << unfit;
   const auto message = message_of<c10::Error>([&] { block(torch::randn({3, 8})); });
   EXPECT_NE(message.find("[batch, positions, features]"), std::string::npos) << message;
   EXPECT_EQ(comm->counters().collectives(), 0);

@@ -60,6 +60,8 @@ ParallelAttentionImpl::ParallelAttentionImpl(ParallelAttentionOptions options_)
   TORCH_CHECK_VALUE(*options.head_dim() > 0, name, ": head_dim must be positive");
   TORCH_CHECK_VALUE(!options.rope_theta() || *options.head_dim() % 2 == 0, name,
                     ": rotary embedding needs an even head_dim, got ", *options.head_dim());
+  TORCH_CHECK_VALUE(options.rope_theta().value_or(1) > 0, name,
+                    ": rope_theta must be positive, got ", options.rope_theta().value_or(1));
   TORCH_CHECK_VALUE(!options.softcap() || *options.softcap() > 0, name,
                     ": softcap must be positive");
   ParallelAttentionImpl::reset();
@@ -138,6 +140,11 @@ torch::Tensor ParallelAttentionImpl::forward(const torch::Tensor& input, KeyValu
                     ": expected an input [batch, positions, features], got ",
                     input.defined() ? c10::str(input.sizes()) : "an undefined tensor");
   const int64_t dim = *options.head_dim();
+  const bool goes_on = cache != nullptr && cache->length() > 0;
+  if (goes_on)
+    TORCH_CHECK_VALUE(cache->key.size(0) == input.size(0) && cache->key.size(1) == k_heads_,
+                      display_name(), ": the cache holds keys ", cache->key.sizes(),
+                      ", which do not go with input ", input.sizes());
   const auto heads =
       in_proj(input).view({input.size(0), input.size(1), q_heads_ + 2 * k_heads_, dim});
   auto q = heads.narrow(2, 0, q_heads_), k = heads.narrow(2, q_heads_, k_heads_);
@@ -151,10 +158,7 @@ torch::Tensor ParallelAttentionImpl::forward(const torch::Tensor& input, KeyValu
   q = q.transpose(1, 2);
   k = k.transpose(1, 2);
   if (cache != nullptr) {
-    if (cache->length() > 0) {
-      TORCH_CHECK_VALUE(cache->key.size(0) == input.size(0) && cache->key.size(1) == k_heads_,
-                        display_name(), ": the cache holds keys ", cache->key.sizes(),
-                        ", which do not go with input ", input.sizes());
+    if (goes_on) {
       k = torch::cat({cache->key, k}, 2);
       v = torch::cat({cache->value, v}, 2);
     }
