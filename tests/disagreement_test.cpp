@@ -4,6 +4,7 @@
 
 #include "comm/signature.h"
 #include "support/world.h"
+#include "syncnorm/linear.h"
 #include "syncnorm/sync_batch_norm.h"
 
 namespace syncnorm {
@@ -129,6 +130,19 @@ TEST_F(DisagreementTest, AnotherChannelCountLarge) {
         module->forward(torch::randn({2, odd ? 9000 : 6000}));
       },
       {"of bn", "channels differs", "rank 1 has 9000"});
+}
+
+TEST_F(DisagreementTest, LargeSumsOfLayersInAnotherOrder) {
+  const auto make_linear = [&](const std::string& name) {
+    return RowParallelLinear(RowParallelLinearOptions(8, 128).communicator(comm).name(name));
+  };
+  auto first = make_linear("first"), second = make_linear("second");
+  expect(
+      [&] {
+        auto& layer = odd ? second : first;
+        layer(torch::randn({128, layer->weight.size(1)}));
+      },
+      {"a different operation or module"});
 }
 
 TEST(Signature, NamesEveryDifferingField) {

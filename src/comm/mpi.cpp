@@ -227,12 +227,13 @@ class MpiCommunicator final : public Communicator {
     check_transport(block());
   }
 
-  /// All ranks are here for the same operation on equally many bytes, or every rank raises: a
-  /// mismatch could hang a blocking call. The largest value and the largest negative pin both ends
-  /// of each word.
+  /// All ranks are here for the same operation of the same module on equally many bytes, or every
+  /// rank raises: a mismatch could hang a blocking call, or add up what does not belong together.
+  /// The largest value and the largest negative pin both ends of each word.
   void meet(int64_t bytes) {
     const auto size_word = static_cast<double>(bytes);
-    const double kind_word = Signature().add("operation", operation().kind).tag();
+    const double kind_word =
+        Signature().add("operation", operation().kind).add("module", operation().module).tag();
     const auto buffer = at::tensor({size_word, -size_word, kind_word, -kind_word}, at::kDouble);
     const InFlight in_flight({buffer});
     auto* words = buffer.data_ptr<double>();
@@ -242,7 +243,7 @@ class MpiCommunicator final : public Communicator {
     if (words[2] != kind_word || words[3] != -kind_word)
       throw TransportError(
           describe_operation() +
-          ": another rank is in a different operation. SYNCNORM_CHECK=full names it");
+          ": another rank is in a different operation or module. SYNCNORM_CHECK=full names it");
     if (words[0] != size_word || words[1] != -size_word)
       throw TransportError(
           describe_operation() + ": the ranks brought buffers of different sizes, " +
