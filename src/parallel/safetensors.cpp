@@ -44,10 +44,14 @@ const char* code_of(torch::ScalarType dtype) {
   return nullptr;
 }
 
-/// Parses and refuses keys that an object has twice, of which JSON readers silently drop one.
+/// Parses and refuses keys that an object has twice, of which JSON readers silently drop one, and
+/// more nesting than the format has: messages that print a value recurse into it.
 Json parse_json(const std::string& text) {
+  constexpr int kDeepest = 2;  // the file's object, a tensor's, its shape
   std::vector<std::set<std::string>> keys;
-  return Json::parse(text, [&](int, Json::parse_event_t event, Json& parsed) {
+  return Json::parse(text, [&](int depth, Json::parse_event_t event, Json& parsed) {
+    if (event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start)
+      TORCH_CHECK(depth <= kDeepest, "its header is nested more deeply than the format has it");
     if (event == Json::parse_event_t::object_start) keys.emplace_back();
     if (event == Json::parse_event_t::object_end) keys.pop_back();
     if (event == Json::parse_event_t::key) {
