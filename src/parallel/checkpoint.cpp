@@ -58,9 +58,15 @@ void check_replaceable(const fs::path& folder) {
   }
 }
 
+/// A checkpoint is flat. remove_all would also do, but a program that links libtorch.so of the PyPI
+/// wheel gets that library's copy of it, which crashes.
 void remove_checkpoint(const fs::path& folder) {
   check_replaceable(folder);
-  fs::remove_all(folder);
+  if (!fs::exists(folder)) return;
+  std::vector<fs::path> files;
+  for (const auto& item : fs::directory_iterator(folder)) files.push_back(item.path());
+  for (const auto& file : files) fs::remove(file);
+  fs::remove(folder);
 }
 
 void flush_folder(const fs::path& folder) {
@@ -205,8 +211,9 @@ class StoredCheckpoint {
   }
 
   void parse(const json& layout) {
-    TORCH_CHECK(layout.at("version") == kVersion, who_, ": '", folder_.string(), "' is of version ",
-                layout.at("version").dump(), ", this program reads ", kVersion, ".");
+    const auto version = layout.at("version").get<int>();
+    TORCH_CHECK(version == kVersion, who_, ": '", folder_.string(), "' is of version ", version,
+                ", this program reads ", kVersion, ".");
     const auto ranks = layout.at("ranks").get<size_t>();
     for (const auto& [name, value] : layout.at("tensors").items()) {
       Item item;
@@ -320,8 +327,10 @@ void save_checkpoint(const std::string& folder, const std::vector<ShardedTensor>
       return 0;
     });
   } catch (const c10::Error&) {
-    std::error_code ignored;
-    if (rank == 0) fs::remove_all(part, ignored);
+    try {
+      if (rank == 0) remove_checkpoint(part);
+    } catch (const std::exception&) {  // the next save tries again; the first error is to be told
+    }
     throw;
   }
   agree(*group, kWho, [&]() -> uint64_t {
