@@ -162,6 +162,7 @@ for placement in pre post sandwich deepnorm; do
   done
 done
 succeeds "bytes" 2 --text text.txt --tokenizer bytes --layers 1 --hidden 16 --heads 2 --context 16 --batch 4 --steps 4 --out bytes
+succeeds "overwriting" 2 "${tiny[@]}" --steps 2 --out bytes --overwrite
 
 # stops SIGNAL WHO: a long job that gets the signal at WHO, rank or mpirun, ends well and can go on.
 stops() {
