@@ -3,45 +3,9 @@
 # is wrong.
 #
 #   tests/language_model_test.sh PROGRAM
-set -u
-
-program=$1
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-cd "$work" || exit 1
-export OMP_NUM_THREADS=1
-failures=0
-
-# ranks N COMMAND...: an mpirun job that cannot hang for ever.
-ranks() {
-  local count=$1
-  shift
-  timeout -k 5 "${LIMIT:-120}" mpirun --allow-run-as-root --oversubscribe --bind-to none \
-    --mca mpi_yield_when_idle 1 -n "$count" "$@"
-}
-
-fail() {
-  echo "FAILED: $1"
-  grep -vE 'frame #|^--+$' log | sed 's/^/    /' | tail -n 20
-  failures=$((failures + 1))
-}
-
-# succeeds WHAT RANKS ARGUMENTS...
-succeeds() {
-  local what=$1 count=$2
-  shift 2
-  ranks "$count" "$program" --no-plots "$@" >log 2>&1 || fail "$what: status $?"
-}
-
-# refuses PATTERN RANKS ARGUMENTS...: ends soon with an error of the program's, said once.
-refuses() {
-  local pattern=$1 count=$2 status
-  shift 2
-  ranks "$count" "$program" "$@" >log 2>&1
-  status=$?
-  if [ $status -eq 0 ] || [ $status -ge 124 ]; then fail "[$*] should be refused: status $status"; fi
-  [ "$(grep -cE -- "$pattern" log)" = 1 ] || fail "[$*] should say once: $pattern"
-}
+# shellcheck source=support/job_test.sh
+source "$(dirname "${BASH_SOURCE[0]}")/support/job_test.sh" "$1"
+quiet=(--no-plots)
 
 # same FOLDER FOLDER TOLERANCE: both logged the same steps and validations, with losses that differ by no more, relatively.
 same() {
@@ -210,5 +174,4 @@ refuses "damaged/checkpoint" 3 --out damaged --resume
 refuses "no longer a number" 2 --text text.txt --vocab 280 --layers 1 --hidden 16 --heads 2 --context 16 --batch 4 --lr 1000 \
   --warmup 0 --clip 0 --weight-decay 1000 --steps 40 --out diverged --no-plots
 
-[ $failures -eq 0 ] && echo "all passed"
-exit $((failures > 0))
+finish
