@@ -268,6 +268,28 @@ TEST(NormColumnParallelLinear, InBFloat16AtMostHalfAgainAsFarOffAsThePlainCompos
   }
 }
 
+TEST(NormColumnParallelLinear, FloatNormParametersKeepTheirDigitsBesideBFloat16Columns) {
+  const auto comm = new_world();
+  const int64_t hidden = 4 * comm->size();  // every rank's own mean is zero: nothing else rounds
+  NormColumnParallelLinear layer(NormColumnParallelLinearOptions(hidden, hidden)
+                                     .norm(NormKind::layer)
+                                     .eps(0)
+                                     .bias(false)
+                                     .communicator(comm));
+  layer->linear->to(torch::kBFloat16);
+  {
+    const torch::NoGradGuard no_grad;
+    layer->linear->weight.copy_(layer->linear->sharding_of("weight").shard_of(torch::eye(hidden)));
+    layer->layer_norm->weight.fill_(3 + 3.0 / 512);  // 3 in bfloat16
+    layer->layer_norm->bias.fill_(-3);
+  }
+  const auto shards = balanced_shards(hidden, comm->size());
+  const auto whole = torch::tensor({1, -1, -1, 1}, torch::kBFloat16).repeat({1, comm->size()});
+  const auto y = layer(columns_of(whole, shards, comm->rank()));
+  const auto expected = (whole.to(torch::kDouble) * (3 + 3.0 / 512) - 3).to(torch::kBFloat16);
+  EXPECT_TRUE(torch::equal(y, columns_of(expected, shards, comm->rank()))) << y;
+}
+
 TEST(NormColumnParallelLinear, HalfColumnsBesideTheirRangesEnd) {
   const auto comm = new_world();
   NormColumnParallelLinear layer(

@@ -61,9 +61,10 @@ struct NormColumnParallelLinearOptions {
 /// the norm's gradient needs ride along in the reduce-scatter of the rows' gradient. So it costs
 /// one all-gather forward and one reduce-scatter backward, what ColumnParallelLinear alone costs,
 /// with a few more bytes: forward 8 a row for rms and 16 for layer, which also sends its weight and
-/// bias, and 8 in all by which ranks see that they agree; backward a value a row for rms and two
-/// for layer, twice that in half types. It works at a single row. Moments are taken about each
-/// rank's own mean and merged (Chan, Golub & LeVeque 1979), so no digits are lost far from zero.
+/// bias (in float beside half types), and 8 in all by which ranks see that they agree; backward a
+/// value a row for rms and two for layer, twice that in half types. It works at a single row.
+/// Moments are taken about each rank's own mean and merged (Chan, Golub & LeVeque 1979), so no
+/// digits are lost far from zero.
 ///
 /// With a replicated one, input [..., in_features], every rank normalises the whole rows itself;
 /// backward is one all-reduce, as ColumnParallelLinear's.

@@ -12,15 +12,20 @@
 namespace syncnorm {
 namespace {
 
-/// Doubles as elements of the dtype that travels, bit by bit.
-at::Tensor as_elements(const at::Tensor& doubles, at::ScalarType dtype) {
-  return doubles.contiguous().view({-1}).view(dtype);
+/// Wider values as elements of the dtype that travels, bit by bit.
+at::Tensor as_elements(const at::Tensor& values, at::ScalarType dtype) {
+  return values.contiguous().view({-1}).view(dtype);
 }
 
 /// Its inverse, through a copy, since a block may begin anywhere.
-at::Tensor as_doubles(const at::Tensor& elements) { return elements.clone().view(at::kDouble); }
+at::Tensor from_elements(const at::Tensor& elements, at::ScalarType dtype) {
+  return elements.clone().view(dtype);
+}
 
 int64_t elements_a_double(const at::Tensor& x) { return 8 / x.element_size(); }
+
+/// The norm's parameters travel as they are computed with: they may be float beside half columns.
+int64_t elements_a_parameter(const at::Tensor& x) { return x.element_size() == 2 ? 2 : 1; }
 
 /// A rank's block of the all-gather: tag, moments, columns, and where centered the norm's
 /// parameters. Offsets in elements.
@@ -29,7 +34,7 @@ struct Block {
       : moments(StatisticsBuffer::kGatherTag * elements_a_double(x)),
         columns_at(moments + (centered ? 2 : 1) * rows * elements_a_double(x)),
         parameters_at(columns_at + columns * rows),
-        size(parameters_at + parameters * columns) {}
+        size(parameters_at + parameters * columns * elements_a_parameter(x)) {}
   int64_t moments, columns_at, parameters_at, size;
 };
 
@@ -149,9 +154,11 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
   if (!call.centered && weight.defined()) values = values * weight.to(compute).view({columns, 1});
   shard.narrow(0, mine.columns_at, columns * rows).view({columns, rows}).copy_(values);
   if (parameters > 0) {
-    auto place = shard.narrow(0, mine.parameters_at, parameters * columns);
-    if (weight.defined()) place.narrow(0, 0, columns).copy_(weight);
-    if (bias.defined()) place.narrow(0, (parameters - 1) * columns, columns).copy_(bias);
+    std::vector<at::Tensor> own;
+    for (const auto& values : {weight, bias})
+      if (values.defined()) own.push_back(values.to(compute));
+    shard.narrow(0, mine.parameters_at, mine.size - mine.parameters_at)
+        .copy_(as_elements(at::cat(own), dtype));
   }
   const auto all =
       StatisticsBuffer::gather(call.comm, shard, sizes, describe(x, call, parameters, pass));
@@ -160,9 +167,10 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
   int64_t at = 0;
   for (size_t r = 0; r < blocks.size(); at += blocks[r++].size) {
     parts.push_back(all.narrow(0, at, blocks[r].size));
-    of_rank.push_back(
-        as_doubles(parts[r].narrow(0, blocks[r].moments, blocks[r].columns_at - blocks[r].moments))
-            .view({moments.size(0), rows}));
+    of_rank.push_back(from_elements(parts[r].narrow(0, blocks[r].moments,
+                                                    blocks[r].columns_at - blocks[r].moments),
+                                    at::kDouble)
+                          .view({moments.size(0), rows}));
   }
   const auto merged = merge(of_rank, call);
   GatheredRows result;
@@ -179,12 +187,14 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
              back.to(compute);
     if (call.centered) u += (merged.from_mean[r] * merged.rstd).to(compute);
     if (parameters > 0) {
-      const auto place = parts[r].narrow(0, blocks[r].parameters_at, parameters * size);
-      weights.push_back(place.narrow(0, 0, size));
-      u *= weights.back().to(compute).view({size, 1});
+      const auto theirs = from_elements(
+          parts[r].narrow(0, blocks[r].parameters_at, blocks[r].size - blocks[r].parameters_at),
+          compute);
+      weights.push_back(theirs.narrow(0, 0, size));
+      u *= weights.back().view({size, 1});
       if (bias.defined()) {
-        biases.push_back(place.narrow(0, size, size));
-        u += biases.back().to(compute).view({size, 1});
+        biases.push_back(theirs.narrow(0, size, size));
+        u += biases.back().view({size, 1});
       }
     }
     result.normalized.narrow(0, at, size).copy_(u);
