@@ -9,6 +9,7 @@
 #include <numeric>
 #include <sstream>
 
+#include "comm/fnv1a.h"
 #include "comm/reduction.h"
 #include "comm/signature.h"
 #include "comm/timeout.h"
@@ -44,6 +45,17 @@ std::vector<std::string> to_texts(const at::Tensor& bytes) {
 
 int64_t sum(at::IntArrayRef sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
+/// Of the rows by rank, which must agree: each rank places the others' by them.
+int64_t hash_of(at::IntArrayRef sizes) {
+  return static_cast<int64_t>(
+      fnv1a({reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof(int64_t)}));
+}
+
+const char* name_of_detail(std::string_view kind) {
+  if (kind == "broadcast") return "root";
+  return kind == "all_reduce" ? "reduction" : "rows by rank (hash)";
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what) {
@@ -98,7 +110,7 @@ auto Communicator::run(const char* kind, const at::Tensor& payload, int64_t deta
 void Communicator::check_fingerprints(const char* kind, const at::Tensor& payload, int64_t detail) {
   Signature mine;
   mine.add("operation", kind).add("module", operation_.module).add("sequence", operation_.sequence);
-  mine.append(details_).add(std::strcmp(kind, "broadcast") == 0 ? "root" : "reduction", detail);
+  mine.append(details_).add(name_of_detail(kind), detail);
   // all_gather may differ in the rows each rank brings, never in the rest of the shape.
   const bool by_row = std::strcmp(kind, "all_gather") == 0;
   if (payload.defined()) {
@@ -163,7 +175,7 @@ at::Tensor Communicator::all_gather(const at::Tensor& shard, at::IntArrayRef siz
   check_sizes(sizes, size_, "all_gather");
   TORCH_CHECK(shard.dim() > 0 && shard.size(0) == sizes[rank_], "all_gather: rank ", rank_,
               " was announced ", sizes[rank_], " rows and brings shape ", shard.sizes());
-  return run("all_gather", shard, 0, [&] {
+  return run("all_gather", shard, hash_of(sizes), [&] {
     ++counters_.all_gather;
     return do_all_gather(shard.detach().contiguous(), sizes);
   });
@@ -175,7 +187,7 @@ at::Tensor Communicator::reduce_scatter(const at::Tensor& tensor, at::IntArrayRe
   check_sizes(sizes, size_, "reduce_scatter");
   TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == sum(sizes), "reduce_scatter: sizes ", sizes,
               " add up to ", sum(sizes), " rows, the tensor has shape ", tensor.sizes());
-  return run("reduce_scatter", tensor, 0, [&] {
+  return run("reduce_scatter", tensor, hash_of(sizes), [&] {
     ++counters_.reduce_scatter;
     return do_reduce_scatter(tensor.detach().contiguous(), sizes);
   });
