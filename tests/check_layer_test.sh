@@ -16,6 +16,7 @@ for layer in layer_norm rms_norm column row norm_linear attention mlp block; do
   passes 3 --layer $layer --residual replicated --norm layer
 done
 passes 2 --layer block --dtype bfloat16 --placement sandwich
+passes 2 --layer norm_linear --dtype half --norm layer
 passes 4 --layer block --dtype float --heads 4 --kv-heads 1
 passes 1 --layer block --placement deepnorm
 passes 3 --layer own

@@ -132,17 +132,35 @@ TEST_F(DisagreementTest, AnotherChannelCountLarge) {
       {"of bn", "channels differs", "rank 1 has 9000"});
 }
 
-TEST_F(DisagreementTest, LargeSumsOfLayersInAnotherOrder) {
-  const auto make_linear = [&](const std::string& name) {
-    return RowParallelLinear(RowParallelLinearOptions(8, 128).communicator(comm).name(name));
-  };
-  auto first = make_linear("first"), second = make_linear("second");
-  expect(
-      [&] {
-        auto& layer = odd ? second : first;
-        layer(torch::randn({128, layer->weight.size(1)}));
-      },
-      {"module"});  // which one, under SYNCNORM_CHECK=full
+TEST_F(DisagreementTest, SumsOfLayersInAnotherOrder) {
+  // Small enough to be polled, and too large for that.
+  for (const int64_t rows : {2, 128}) {
+    comm = new_world();
+    const auto make_linear = [&](const std::string& name) {
+      return RowParallelLinear(RowParallelLinearOptions(8, 128).communicator(comm).name(name));
+    };
+    auto first = make_linear("first"), second = make_linear("second");
+    expect(
+        [&] {
+          auto& layer = odd ? second : first;
+          layer(torch::randn({rows, layer->weight.size(1)}));
+        },
+        {"module"});  // which one, under SYNCNORM_CHECK=full
+  }
+}
+
+TEST_F(DisagreementTest, AnotherNumberOfRowsInALinearLayer) {
+  for (const bool sharded : {false, true}) {
+    comm = new_world();
+    RowParallelLinear row(
+        RowParallelLinearOptions(8, 16).scatter_output(sharded).communicator(comm).name("row"));
+    expect([&] { row(torch::randn({odd ? 3 : 2, row->weight.size(1)})); }, {"of row"});
+    comm = new_world();
+    ColumnParallelLinear column(
+        ColumnParallelLinearOptions(8, 16).input_is_sharded(true).communicator(comm).name("col"));
+    const auto own = column->options.in_shard_sizes()[comm->rank()];
+    expect([&] { column(torch::randn({odd ? 3 : 2, own})); }, {"of col"});
+  }
 }
 
 TEST(Signature, NamesEveryDifferingField) {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 
 #include "layers.h"
@@ -65,7 +66,7 @@ Extra norm_statistics(const Choice& choice, const Communicator& comm, int64_t el
   const int64_t words = layer ? 2 : 1;
   const int64_t own = balanced_shards(choice.hidden, comm.size())[comm.rank()];
   const int64_t elements_a_mean = element == 2 ? 2 : 1;
-  return {8 * (1 + words * rows) + (layer ? 2 * own * element : 0),
+  return {8 * (1 + words * rows) + (layer ? 2 * own * std::max<int64_t>(element, 4) : 0),
           element * elements_a_mean * words * rows * comm.size()};
 }
 

@@ -39,8 +39,8 @@ std::string describe(const MomentsRequest& request, const NormLayout& layout,
 }
 
 /// Relative error of the variance is about (mean - center)^2 / variance times double's 2^-53;
-/// beyond these ratios it would show in the input's dtype. A variance far below eps matters to
-/// running_var alone, and below kNoise * eps to nothing.
+/// beyond these ratios it would show in the input's dtype. It shows beside eps only, unless the
+/// variance itself is kept for running_var, where it matters down to kNoise * eps.
 constexpr double kNoise = 0x1p-30;
 double tolerable_ratio(at::ScalarType dtype) { return dtype == at::kDouble ? 0x1p10 : 0x1p27; }
 
@@ -88,10 +88,10 @@ Moments exchange_about(const NormInput& input, const NormLayout& layout, const a
   // there is nothing to normalise, and sums of nothing must stay zero, not NaN.
   result.variance =
       at::where(result.count > 0, (means[1] - offset_squared).clamp_min(0), at::ones_like(offset));
-  *lost_digits =
-      (offset_squared > tolerable_ratio(request.dtype) * (result.variance + kNoise * request.eps))
-          .any()
-          .item<bool>();
+  const double floor = request.keeps_variance ? kNoise * request.eps : request.eps;
+  *lost_digits = (offset_squared > tolerable_ratio(request.dtype) * (result.variance + floor))
+                     .any()
+                     .item<bool>();
   return result;
 }
 

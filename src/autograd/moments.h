@@ -26,6 +26,8 @@ struct MomentsRequest {
   double eps = 0;
   bool wants_gradient = false;
   bool grad_mode = false;
+  /// The variance itself is kept, and not only used beside eps.
+  bool keeps_variance = false;
   std::string details;  ///< "field=value;" of what else must agree
 };
 

@@ -117,7 +117,8 @@ std::string describe(const at::Tensor& x, const NormLinearCall& call, int64_t pa
   return signature.add("columns by rank (hash)", fnv1a(cut)).text();
 }
 
-/// Half types cannot carry a sum's digits in one element: the rest rides in a second.
+/// A rank's part does not fit into one element of half types: its rest rides in a second, so that
+/// where parts cancel only their sum's rounding remains.
 int64_t elements_a_mean(const at::Tensor& gradient) { return gradient.element_size() == 2 ? 2 : 1; }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include "comm/serial_lock.h"
 #include "comm/signature.h"
 #include "comm/status_board.h"
+#include "comm/tagged_payload.h"
 #include "comm/timeout.h"
 #include "comm/world_errors.h"
 
@@ -216,12 +217,14 @@ class MpiCommunicator final : public Communicator {
     } while (start < count);
   }
 
-  /// Small payloads go by a nonblocking call that this thread polls, so that it can time out. Large
-  /// ones first meet the other ranks, with the same time-out, and then block, which is faster.
+  /// Ranks meet first, unless the payload itself will tell them that they belong together. Then
+  /// small payloads go by a nonblocking call that this thread polls, so that it can time out. Large
+  /// ones meet in any case, with the same time-out, and then block, which is faster.
   template <typename Start, typename Block>
   void move(int64_t bytes, Start&& start, Block&& block) {
-    if (bytes <= kBlockingBytes || serialized_) return start_and_wait(start);
-    meet(bytes);
+    const bool polled = bytes <= kBlockingBytes || serialized_;
+    if (!polled || !TaggedPayload::active()) meet(bytes);
+    if (polled) return start_and_wait(start);
     const Entered entered(*this);
     const ReturnWorldErrors guard;
     check_transport(block());
@@ -232,8 +235,11 @@ class MpiCommunicator final : public Communicator {
   /// The largest value and the largest negative pin both ends of each word.
   void meet(int64_t bytes) {
     const auto size_word = static_cast<double>(bytes);
-    const double kind_word =
-        Signature().add("operation", operation().kind).add("module", operation().module).tag();
+    const double kind_word = Signature()
+                                 .add("operation", operation().kind)
+                                 .add("module", operation().module)
+                                 .add("sequence", operation().sequence)
+                                 .tag();
     const auto buffer = at::tensor({size_word, -size_word, kind_word, -kind_word}, at::kDouble);
     const InFlight in_flight({buffer});
     auto* words = buffer.data_ptr<double>();

@@ -1,6 +1,7 @@
 #include "comm/statistics_buffer.h"
 
 #include "comm/signature.h"
+#include "comm/tagged_payload.h"
 #include "comm/transport_error.h"
 
 namespace syncnorm {
@@ -37,6 +38,7 @@ void StatisticsBuffer::exchange(const std::string& details) {
   }
   comm_->details_ = details;
   try {
+    const TaggedPayload tagged;
     comm_->all_reduce(buffer_);
   } catch (const TransportError&) {
     comm_->raise_disagreement(signature.text());
@@ -58,6 +60,7 @@ at::Tensor StatisticsBuffer::gather(const std::shared_ptr<Communicator>& comm,
   comm->details_ = details;
   at::Tensor all;
   try {
+    const TaggedPayload tagged;
     all = comm->all_gather(shard, sizes);
   } catch (const TransportError&) {
     comm->raise_disagreement(signature.text());

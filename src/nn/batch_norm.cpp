@@ -74,6 +74,7 @@ std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input
   request.eps = arguments.eps;
   request.grad_mode = torch::GradMode::is_enabled();
   request.wants_gradient = request.grad_mode && input.requires_grad();
+  request.keeps_variance = arguments.update_running;
   call->layout = channel_layout(input);
   Moments moments;
   {
