@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "autograd/layout.h"
 #include "nn/child.h"
 #include "syncnorm/environment.h"
 
@@ -18,7 +19,7 @@ torch::Tensor rotate(const torch::Tensor& x, int64_t first_position, double thet
   const auto angle =
       torch::arange(first_position, first_position + x.size(1), options).view({-1, 1, 1}) *
       frequency;
-  const auto compute = x.scalar_type() == torch::kDouble ? torch::kDouble : torch::kFloat;
+  const auto compute = compute_dtype(x.scalar_type());
   const auto cos = angle.cos().to(compute), sin = angle.sin().to(compute);
   const auto wide = x.to(compute);
   const auto a = wide.narrow(-1, 0, half), b = wide.narrow(-1, half, half);
@@ -33,7 +34,7 @@ torch::Tensor causal_mask(int64_t queries, int64_t keys, c10::Device device) {
 
 torch::Tensor capped_attention(const torch::Tensor& q, const torch::Tensor& k,
                                const torch::Tensor& v, double cap, const torch::Tensor& mask) {
-  const auto compute = q.scalar_type() == torch::kDouble ? torch::kDouble : torch::kFloat;
+  const auto compute = compute_dtype(q.scalar_type());
   const double scale = 1 / std::sqrt(static_cast<double>(q.size(-1)));
   auto scores = torch::matmul(q.to(compute) * (scale / cap), k.to(compute).transpose(-1, -2));
   scores = scores.tanh() * cap;

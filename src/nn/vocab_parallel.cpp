@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 
+#include "autograd/layout.h"
 #include "nn/init.h"
 #include "nn/shards.h"
 #include "syncnorm/collectives.h"
@@ -91,7 +92,7 @@ RowSums exchange_row_sums(const Tensor& logits, const Tensor& targets, const Ent
 Tensor as_sums(const Tensor& logits) {
   const int64_t columns = logits.size(-1);
   const int64_t rows = c10::multiply_integers(logits.sizes().slice(0, logits.dim() - 1));
-  const auto dtype = logits.scalar_type() == torch::kDouble ? torch::kDouble : torch::kFloat;
+  const auto dtype = compute_dtype(logits.scalar_type());
   return logits.reshape({rows, columns}).to(dtype);
 }
 
