@@ -101,8 +101,9 @@ void report(benchmark::State& state, Turns& turns, size_t contestant, size_t rep
   const double seconds = turns.sample(contestant, repetition);
   for (auto _ : state) state.SetIterationTime(seconds);
   const auto& description = turns.description();
-  const double bytes = static_cast<double>(state.iterations() * description.bytes);
-  state.SetBytesProcessed(static_cast<int64_t>(bytes * description.contestants[contestant].passes));
+  const double bytes = static_cast<double>(state.iterations() * description.bytes) *
+                       description.contestants[contestant].passes;
+  state.SetBytesProcessed(static_cast<int64_t>(bytes));
   const auto& traffic = turns.traffic(contestant);
   state.counters["collectives"] = static_cast<double>(traffic.collectives());
   state.counters["wire_bytes"] = static_cast<double>(traffic.bytes);

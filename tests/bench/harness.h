@@ -25,8 +25,9 @@ using Calls = std::map<std::string, std::function<void()>>;
 
 struct Contestant {
   std::string name;
-  /// How many times at least an input's worth of values goes through memory in one call.
-  double passes = 1;
+  /// How many times at least an input's worth of values goes through memory in one call; 0 where
+  /// that is not what takes the time.
+  double passes = 0;
 };
 
 struct Case {

@@ -46,9 +46,11 @@ void TableReporter::ReportRuns(const std::vector<Run>& runs) {
   for (size_t i = 0; i < times.size(); ++i) ratios.push_back(first_[i] / times[i]);
   const double median = quantile(times, 0.5);
   const double spread = (quantile(times, 0.75) - quantile(times, 0.25)) / median;
-  std::printf("%-58s %12.1f %7.1f%% %9.2f %13.3f %11.0f\n", name.c_str(), median, 100 * spread,
-              counter(runs[0].counters, "bytes_per_second") * times[0] / median * 1e-9,
-              quantile(ratios, 0.5), counter(runs[0].counters, "collectives"));
+  const double rate = counter(runs[0].counters, "bytes_per_second") * times[0] / median * 1e-9;
+  char gigabytes[32] = "";
+  if (rate > 0) std::snprintf(gigabytes, sizeof gigabytes, "%.2f", rate);
+  std::printf("%-58s %12.1f %7.1f%% %9s %13.3f %11.0f\n", name.c_str(), median, 100 * spread,
+              gigabytes, quantile(ratios, 0.5), counter(runs[0].counters, "collectives"));
   std::fflush(stdout);
 }
 

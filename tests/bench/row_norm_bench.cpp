@@ -1,149 +1,281 @@
-// Forward and backward of norms over rows split in columns, against two baselines in the same run:
-// ATen's own norm of each rank's columns alone (no communication, another result, so a bound that
-// is hard to beat), and gathering the rows to normalise them whole. Then norm and linear layer in
-// one gather against the two one after the other. Prints the median time of each and the ratios;
-// checks first that the results are the same.
-//   mpirun -n 2 bench_row_norm_bench
+// Forward and backward of norms over rows whose columns are split over the ranks, beside
+//   aten       ATen's own norm of each rank's columns alone: no communication, another result
+//   streaming  plain loops over floats with the same two all-reduces, no framework
+//   gather     the rows gathered and normalised whole on every rank
+//   by_hand    the split norm in tensor operations
+//   triad      z = x + s*y over arrays of the same size: what memory gives
+// then norm(x, residual) beside sum and norm apart, and NormColumnParallelLinear beside norm and
+// linear layer apart and the linear layer alone.
+// launch/run -n 2 bench_row_norm_bench [--benchmark_filter=REGEX] [--benchmark_out=FILE]
 #include <torch/torch.h>
 
-#include <cstdio>
-#include <thread>
+#include <memory>
+#include <numeric>
 #include <vector>
 
+#include "harness.h"
+#include "recipes.h"
+#include "streaming.h"
 #include "syncnorm/syncnorm.h"
-#include "timing.h"
 
 namespace {
 
-using syncnorm::bench::median_us;
+namespace bench = syncnorm::bench;
+using syncnorm::NormKind;
 
-struct Rows {
-  int64_t count, hidden;
+// x for the sums, x and y to apply; x and dy for the sums, x, dy and dx to apply.
+constexpr double kPasses = 8;
+
+struct Input {
+  NormKind kind;
+  int64_t rows, hidden;
+  torch::Dtype dtype = torch::kFloat;
+
+  bool layer() const { return kind == NormKind::layer; }
+  double eps() const { return layer() ? 1e-5 : 1e-6; }
+  std::vector<int64_t> shards() const {
+    return syncnorm::balanced_shards(hidden, bench::world()->size());
+  }
+  std::string name(const std::string& form) const {
+    return (layer() ? "LayerNorm" : "RMSNorm") + form + "/" + bench::shape_text({rows, hidden}) +
+           "/contiguous/" + c10::toString(dtype);
+  }
+  /// Of rank 0, which has no fewer columns than any other.
+  int64_t bytes() const {
+    return rows * shards()[0] * static_cast<int64_t>(c10::elementSize(dtype));
+  }
 };
 
-struct Setting {
-  std::shared_ptr<syncnorm::Communicator> comm;
-  bool layer;
-  Rows rows;
-  std::vector<int64_t> shards;
+torch::Tensor aten(const torch::Tensor& x, const Input& input, const torch::Tensor& weight,
+                   const torch::Tensor& bias) {
+  return input.layer() ? torch::layer_norm(x, {x.size(-1)}, weight, bias, input.eps())
+                       : at::rms_norm(x, {x.size(-1)}, weight, input.eps());
+}
+
+struct Rows : bench::Problem {
+  explicit Rows(const Input& which) : input(which) {
+    const int rank = bench::world()->rank();
+    const auto shards = input.shards();
+    start = std::accumulate(shards.begin(), shards.begin() + rank, int64_t{0});
+    own = shards[static_cast<size_t>(rank)];
+    torch::manual_seed(rank);
+    x = torch::randn({input.rows, own}).to(input.dtype).set_requires_grad(true);
+    dy = torch::randn({input.rows, own}).to(input.dtype);
+    whole_weight = (1 + 0.1 * torch::linspace(-1, 1, input.hidden)).to(input.dtype);
+    whole_bias = (0.1 * torch::linspace(1, -1, input.hidden)).to(input.dtype);
+    make_norm();
+    whole_weight.set_requires_grad(true);
+    whole_bias.set_requires_grad(true);
+    leaves = {x, weight};
+    if (bias.defined()) leaves.push_back(bias);
+    output_gradients = {dy};
+  }
+
+  torch::Tensor ours() { return input.layer() ? layer->forward(x) : rms->forward(x); }
+
+  syncnorm::NormAndResidual ours(const torch::Tensor& residual) {
+    return input.layer() ? layer(x, residual) : rms(x, residual);
+  }
+
+  Input input;
+  int64_t start = 0, own = 0;
+  torch::Tensor x, dy, weight, bias, whole_weight, whole_bias;
+  syncnorm::TensorParallelLayerNorm layer = nullptr;  // one of the two; its parameters are
+  syncnorm::TensorParallelRMSNorm rms = nullptr;      // weight and bias
+
+ private:
+  void make_norm() {
+    torch::NoGradGuard no_grad;
+    const auto shard = [this](const torch::Tensor& whole) { return whole.narrow(0, start, own); };
+    if (input.layer()) {
+      layer = syncnorm::TensorParallelLayerNorm(
+          syncnorm::TensorParallelLayerNormOptions(input.hidden).eps(input.eps()).name("layer"));
+      layer->to(input.dtype);
+      weight = layer->weight.copy_(shard(whole_weight));
+      bias = layer->bias.copy_(shard(whole_bias));
+    } else {
+      rms = syncnorm::TensorParallelRMSNorm(
+          syncnorm::TensorParallelRMSNormOptions(input.hidden).eps(input.eps()).name("rms"));
+      rms->to(input.dtype);
+      weight = rms->weight.copy_(shard(whole_weight));
+    }
+  }
 };
 
-torch::Tensor whole_norm(const torch::Tensor& x, bool layer, const torch::Tensor& weight,
-                         const torch::Tensor& bias) {
-  return layer ? torch::layer_norm(x, {x.size(-1)}, weight, bias, 1e-5)
-               : at::rms_norm(x, {x.size(-1)}, weight, 1e-6);
+torch::Tensor by_hand(const Rows& r) {
+  const auto square = (r.x * r.x).sum(-1, true);
+  const double hidden = static_cast<double>(r.input.hidden);
+  if (!r.input.layer()) {
+    const auto mean_square = bench::SumOverRanks::apply(square) / hidden;
+    return r.x * (mean_square + r.input.eps()).rsqrt() * r.weight;
+  }
+  const auto both =
+      bench::SumOverRanks::apply(torch::cat({r.x.sum(-1, true), square}, -1)) / hidden;
+  const auto mean = both.narrow(-1, 0, 1);
+  const auto variance = both.narrow(-1, 1, 1) - mean * mean;
+  return (r.x - mean) * (variance + r.input.eps()).rsqrt() * r.weight + r.bias;
 }
 
-torch::Tensor gather_then_norm(const torch::Tensor& x, const Setting& s,
-                               const torch::Tensor& weight, const torch::Tensor& bias) {
-  const auto whole = syncnorm::gather_columns(x, s.shards, s.comm, "gather").contiguous();
-  int64_t start = 0;
-  for (int r = 0; r < s.comm->rank(); ++r) start += s.shards[r];
-  return whole_norm(whole, s.layer, weight, bias).narrow(-1, start, s.shards[s.comm->rank()]);
+/// The parameters are whole on every rank, where only this rank's columns of them get a gradient.
+torch::Tensor gather(const Rows& r) {
+  const auto whole =
+      syncnorm::gather_columns(r.x, r.input.shards(), bench::world(), "gather").contiguous();
+  return aten(whole, r.input, r.whole_weight, r.whole_bias).narrow(-1, r.start, r.own);
 }
 
-void print(const char* name, const Setting& s, double ours, const char* first_name, double first,
-           const char* second_name, double second) {
-  if (s.comm->rank() != 0) return;
-  std::printf("%-22s %5ld x %5ld %8.0f us | %s %8.0f us, ratio %5.2f", name,
-              static_cast<long>(s.rows.count), static_cast<long>(s.rows.hidden), ours, first_name,
-              first, ours / first);
-  if (second_name != nullptr)
-    std::printf(" | %s %8.0f us, ratio %5.2f", second_name, second, ours / second);
-  std::printf("\n");
-  std::fflush(stdout);
-}
-
-void run_norm(const Setting& s) {
-  const auto own = s.shards[s.comm->rank()];
-  auto x = torch::randn({s.rows.count, own}).set_requires_grad(true);
-  const auto dy = torch::randn({s.rows.count, own});
-  auto weight = torch::ones({own}).set_requires_grad(true);
-  auto bias = torch::zeros({own}).set_requires_grad(true);
-  auto whole_weight = torch::ones({s.rows.hidden}).set_requires_grad(true);
-  auto whole_bias = torch::zeros({s.rows.hidden}).set_requires_grad(true);
-  const auto split = [&] {
-    namespace F = syncnorm::functional;
-    return s.layer
-               ? F::tensor_parallel_layer_norm(x,
-                                               F::TensorParallelLayerNormFuncOptions(s.rows.hidden)
-                                                   .weight(weight)
-                                                   .bias(bias)
-                                                   .communicator(s.comm))
-               : F::tensor_parallel_rms_norm(x, F::TensorParallelRMSNormFuncOptions(s.rows.hidden)
-                                                    .weight(weight)
-                                                    .communicator(s.comm));
+std::shared_ptr<bench::StreamingRowNorm> streaming_of(const Rows& r) {
+  const auto pointer = [](const torch::Tensor& tensor) {
+    return tensor.defined() ? tensor.data_ptr<float>() : nullptr;
   };
-  const auto clear = [&] { x.mutable_grad() = torch::Tensor(); };
-  split().backward(dy);
-  const auto ours = x.grad().clone();
-  clear();
-  gather_then_norm(x, s, whole_weight, whole_bias).backward(dy);
-  TORCH_CHECK(torch::allclose(ours, x.grad(), 1e-3, 1e-4),
-              "the results differ, so there is nothing to time");
-  clear();
-  const int repetitions = 25;
-  const double local = median_us(*s.comm, repetitions, [&] {
-    whole_norm(x, s.layer, weight, bias).backward(dy);
-    clear();
-  });
-  const double gathered = median_us(*s.comm, repetitions, [&] {
-    gather_then_norm(x, s, whole_weight, whole_bias).backward(dy);
-    clear();
-  });
-  const double time = median_us(*s.comm, repetitions, [&] {
-    split().backward(dy);
-    clear();
-  });
-  print(s.layer ? "LayerNorm" : "RMSNorm", s, time, "ATen, own columns", local, "gather, norm",
-        gathered);
+  return std::make_shared<bench::StreamingRowNorm>(
+      r.input.layer(), static_cast<int>(r.input.rows), static_cast<int>(r.own),
+      static_cast<int>(r.input.hidden), pointer(r.x), pointer(r.dy), pointer(r.weight),
+      pointer(r.bias), r.input.eps());
 }
 
-void run_norm_linear(const Setting& s) {
-  const auto kind = s.layer ? syncnorm::NormKind::layer : syncnorm::NormKind::rms;
-  syncnorm::NormColumnParallelLinear fused(
-      syncnorm::NormColumnParallelLinearOptions(s.rows.hidden, s.rows.hidden)
-          .norm(kind)
-          .communicator(s.comm));
-  const auto norm = [&](const torch::Tensor& x) {
-    return s.layer ? fused->layer_norm->forward(x) : fused->rms_norm->forward(x);
+bench::Tensors results_of(const bench::StreamingRowNorm& loop, const Rows& r) {
+  bench::Tensors all{bench::copy_of(loop.y(), r.x.sizes()), bench::copy_of(loop.dx(), r.x.sizes()),
+                     bench::copy_of(loop.dweight(), {r.own})};
+  if (r.input.layer()) all.push_back(bench::copy_of(loop.dbias(), {r.own}));
+  return all;
+}
+
+/// Adds what computes in float.
+void add_float_calls(bench::Calls& calls, const std::shared_ptr<Rows>& r,
+                     const bench::Tensors& expected) {
+  const auto loop = streaming_of(*r);
+  loop->run();
+  bench::compare(results_of(*loop, *r), expected, 1e-3, "streaming loop");
+  bench::compare(r->results({by_hand(*r)}), expected, 1e-3, "composition by hand");
+  calls["streaming"] = [loop] { loop->run(); };
+  calls["by_hand"] = [r] { r->step({by_hand(*r)}); };
+  auto whole = *r;
+  whole.leaves = {r->x, r->whole_weight};
+  if (r->input.layer()) whole.leaves.push_back(r->whole_bias);
+  auto gathered = whole.results({gather(*r)});
+  for (size_t i = 2; i < gathered.size(); ++i)
+    gathered[i] = gathered[i].narrow(0, r->start, r->own);
+  bench::compare(gathered, expected, 1e-3, "gather, then norm");
+  calls["gather"] = [whole]() mutable { whole.step({gather(whole)}); };
+  const auto triad = std::make_shared<bench::Triad>(static_cast<size_t>(r->x.numel()));
+  calls["triad"] = [triad] { triad->run(); };
+}
+
+bench::Calls prepare_norm(const Input& input) {
+  const auto r = std::make_shared<Rows>(input);
+  const auto results = r->results({r->ours()});
+  if (bench::world()->size() == 1)
+    bench::compare(r->results({aten(r->x, input, r->weight, r->bias)}), results,
+                   bench::tolerance_of(input.dtype), "ATen on one rank");
+  bench::Calls calls;
+  calls["ours"] = [r] { r->step({r->ours()}); };
+  calls["aten"] = [r] { r->step({aten(r->x, r->input, r->weight, r->bias)}); };
+  if (input.dtype == torch::kFloat) add_float_calls(calls, r, results);
+  return calls;
+}
+
+void add_norm(const Input& input) {
+  bench::Case description;
+  description.name = input.name("");
+  description.contestants = {{"ours", kPasses}, {"aten", kPasses}};
+  if (input.dtype == torch::kFloat)
+    for (const auto& each : std::vector<bench::Contestant>{
+             {"streaming", kPasses}, {"triad", 3}, {"by_hand", kPasses}, {"gather", kPasses}})
+      description.contestants.push_back(each);
+  description.bytes = input.bytes();
+  description.prepare = [input] { return prepare_norm(input); };
+  bench::add_case(std::move(description));
+}
+
+bench::Calls prepare_residual(const Input& input) {
+  const auto r = std::make_shared<Rows>(input);
+  const auto residual = torch::randn_like(r->x.detach()).set_requires_grad(true);
+  r->leaves.push_back(residual);
+  r->output_gradients.push_back(torch::randn_like(r->dy));
+  // The norm of a sum that is not a leaf of its own.
+  const auto of_sum = [r](const torch::Tensor& sum) {
+    return r->input.layer() ? r->layer->forward(sum) : r->rms->forward(sum);
   };
-  auto x = torch::randn({s.rows.count, s.shards[s.comm->rank()]}).set_requires_grad(true);
-  const auto clear = [&] { x.mutable_grad() = torch::Tensor(); };
-  const auto y = fused(x);
-  TORCH_CHECK(torch::allclose(y, fused->linear->forward(norm(x)), 1e-3, 1e-4),
-              "the results differ, so there is nothing to time");
-  const auto dy = torch::randn_like(y);
-  const double apart = median_us(*s.comm, 15, [&] {
-    fused->linear->forward(norm(x)).backward(dy);
-    clear();
-  });
-  const double alone = median_us(*s.comm, 15, [&] {
-    fused->linear->forward(x).backward(dy);
-    clear();
-  });
-  const double time = median_us(*s.comm, 15, [&] {
-    fused(x).backward(dy);
-    clear();
-  });
-  print(s.layer ? "LayerNorm with linear" : "RMSNorm with linear", s, time, "norm, then linear",
-        apart, "linear alone", alone);
+  const auto ours = [r, residual] {
+    const auto [y, sum] = r->ours(residual);
+    return bench::Tensors{y, sum};
+  };
+  const auto apart = [r, residual, of_sum] {
+    const auto sum = r->x + residual;
+    return bench::Tensors{of_sum(sum), sum};
+  };
+  const auto aten_apart = [r, residual] {
+    const auto sum = r->x + residual;
+    return bench::Tensors{aten(sum, r->input, r->weight, r->bias), sum};
+  };
+  bench::compare(r->results(apart()), r->results(ours()), bench::tolerance_of(input.dtype),
+                 "sum, then norm");
+  bench::Calls calls;
+  calls["ours"] = [r, ours] { r->step(ours()); };
+  calls["apart"] = [r, apart] { r->step(apart()); };
+  calls["aten"] = [r, aten_apart] { r->step(aten_apart()); };
+  return calls;
+}
+
+void add_residual(const Input& input) {
+  // Forward x, residual and sum, sum and y; backward the norm's five and the sum's own gradient.
+  constexpr double passes = 11;
+  bench::Case description;
+  description.name = input.name("_residual");
+  description.contestants = {{"ours", passes}, {"apart", passes}, {"aten", passes}};
+  description.bytes = input.bytes();
+  description.prepare = [input] { return prepare_residual(input); };
+  bench::add_case(std::move(description));
+}
+
+bench::Calls prepare_linear(const Input& input) {
+  const auto fused = syncnorm::NormColumnParallelLinear(
+                         syncnorm::NormColumnParallelLinearOptions(input.hidden, input.hidden)
+                             .norm(input.kind)
+                             .name("norm_linear"))
+                         .ptr();
+  const auto x =
+      torch::randn({input.rows, input.shards()[static_cast<size_t>(bench::world()->rank())]})
+          .set_requires_grad(true);
+  const auto p = std::make_shared<bench::Problem>();
+  p->leaves = fused->parameters();
+  p->leaves.push_back(x);
+  const auto ours = [fused, x] { return bench::Tensors{fused->forward(x)}; };
+  const auto apart = [fused, x, layer = input.layer()] {
+    return bench::Tensors{fused->linear->forward(layer ? fused->layer_norm->forward(x)
+                                                       : fused->rms_norm->forward(x))};
+  };
+  const auto alone = [fused, x] { return bench::Tensors{fused->linear->forward(x)}; };
+  p->output_gradients = {torch::randn_like(ours()[0])};
+  bench::compare(p->results(apart()), p->results(ours()), 1e-3, "norm, then linear");
+  bench::Calls calls;
+  calls["ours"] = [p, ours] { p->step(ours()); };
+  calls["apart"] = [p, apart] { p->step(apart()); };
+  calls["linear_alone"] = [p, alone] { p->step(alone()); };
+  return calls;
+}
+
+void add_linear(const Input& input) {
+  bench::Case description;
+  description.name = input.name("_linear");
+  description.contestants = {{"ours"}, {"apart"}, {"linear_alone"}};
+  description.bytes = input.bytes();
+  description.prepare = [input] { return prepare_linear(input); };
+  bench::add_case(std::move(description));
+}
+
+void add_cases() {
+  for (const auto kind : {NormKind::layer, NormKind::rms}) {
+    for (const auto& [rows, hidden] : std::vector<std::pair<int64_t, int64_t>>{
+             {1, 8192}, {32, 8192}, {512, 4096}, {2048, 1024}, {2048, 4096}})
+      add_norm({kind, rows, hidden});
+    for (const auto dtype : {torch::kDouble, torch::kBFloat16, torch::kHalf})
+      add_norm({kind, 512, 4096, dtype});
+    for (const int64_t rows : {1, 512}) add_residual({kind, rows, 4096});
+    for (const int64_t rows : {1, 512}) add_linear({kind, rows, 1024});
+  }
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  syncnorm::Environment environment(argc, argv);
-  const auto& comm = environment.world();
-  if (comm->rank() == 0)
-    std::printf(
-        "norms of split rows, forward + backward, float, %d ranks, %d threads each, %s, %u cores\n",
-        comm->size(), at::get_num_threads(), syncnorm::bench::processor().c_str(),
-        std::thread::hardware_concurrency());
-  for (const bool layer : {true, false})
-    for (const auto& rows : std::vector<Rows>{{512, 4096}, {2048, 1024}, {32, 8192}, {1, 8192}})
-      run_norm({comm, layer, rows, syncnorm::balanced_shards(rows.hidden, comm->size())});
-  for (const bool layer : {true, false})
-    for (const auto& rows : std::vector<Rows>{{512, 1024}, {1, 1024}})
-      run_norm_linear({comm, layer, rows, syncnorm::balanced_shards(rows.hidden, comm->size())});
-}
+int main(int argc, char** argv) { return bench::run_benchmarks(argc, argv, add_cases); }

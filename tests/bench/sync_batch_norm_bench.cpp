@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "harness.h"
+#include "recipes.h"
 #include "streaming.h"
 #include "syncnorm/syncnorm.h"
 
@@ -27,9 +28,9 @@ struct Input {
   torch::Dtype dtype;
 };
 
-struct Tensors {
-  explicit Tensors(const Input& input) {
-    torch::manual_seed(syncnorm::Environment::current()->world()->rank());
+struct Batch : bench::Problem {
+  explicit Batch(const Input& input) {
+    torch::manual_seed(bench::world()->rank());
     const int64_t channels = input.shape[1];
     const auto make = [&] {
       return torch::randn(input.shape).to(input.dtype).contiguous(input.format);
@@ -46,109 +47,70 @@ struct Tensors {
     bias = norm->bias.copy_(0.1 * torch::linspace(1, -1, channels));
     running_mean = torch::zeros({channels}, dtype);
     running_var = torch::ones({channels}, dtype);
-  }
-
-  /// Backward with dy; frees the gradients.
-  void backward(const torch::Tensor& y) {
-    y.backward(dy);
-    clear();
-  }
-
-  /// y, dx, dweight, dbias.
-  std::vector<torch::Tensor> results(const torch::Tensor& y) {
-    y.backward(dy);
-    std::vector<torch::Tensor> all{y.detach(), x.grad(), weight.grad(), bias.grad()};
-    clear();
-    return all;
-  }
-
-  void clear() {
-    for (auto* tensor : {&x, &weight, &bias}) tensor->mutable_grad() = torch::Tensor();
+    leaves = {x, weight, bias};
+    output_gradients = {dy};
   }
 
   torch::Tensor x, dy, weight, bias, running_mean, running_var;
   syncnorm::SyncBatchNorm norm = nullptr;  // its parameters are weight and bias
 };
 
-/// Sum over ranks in forward, and of gradients in backward.
-struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
-  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& local) {
-    auto sum = local.clone();
-    syncnorm::Environment::current()->world()->all_reduce(sum);
-    return sum;
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 const torch::autograd::variable_list& gradients) {
-    auto sum = gradients[0].clone();
-    syncnorm::Environment::current()->world()->all_reduce(sum);
-    return {sum};
-  }
-};
-
 /// Over equal batches.
-torch::Tensor by_hand(const Tensors& t) {
+torch::Tensor by_hand(const Batch& b) {
   const std::vector<int64_t> dims{0, 2, 3};
-  const int64_t channels = t.x.size(1);
-  const int ranks = syncnorm::Environment::current()->world()->size();
-  const auto local = torch::cat({t.x.mean(dims), (t.x * t.x).mean(dims)});
-  const auto both = SumOverRanks::apply(local) / ranks;
+  const int64_t channels = b.x.size(1);
+  const auto local = torch::cat({b.x.mean(dims), (b.x * b.x).mean(dims)});
+  const auto both = bench::SumOverRanks::apply(local) / bench::world()->size();
   const auto mean = both.narrow(0, 0, channels);
   const auto variance = both.narrow(0, channels, channels) - mean * mean;
-  const auto scale = t.weight * (variance + kEps).rsqrt();
-  const auto shift = t.bias - mean * scale;
-  return t.x * scale.view({1, -1, 1, 1}) + shift.view({1, -1, 1, 1});
+  const auto scale = b.weight * (variance + kEps).rsqrt();
+  const auto shift = b.bias - mean * scale;
+  return b.x * scale.view({1, -1, 1, 1}) + shift.view({1, -1, 1, 1});
 }
 
-torch::Tensor aten(const Tensors& t) {
-  return torch::batch_norm(t.x, t.weight, t.bias, t.running_mean, t.running_var, true, 0.1, kEps,
+torch::Tensor aten(const Batch& b) {
+  return torch::batch_norm(b.x, b.weight, b.bias, b.running_mean, b.running_var, true, 0.1, kEps,
                            false);
 }
 
-void compare(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b,
-             double tolerance, const std::string& what) {
-  const char* const names[] = {", y", ", dx", ", dweight", ", dbias"};
-  for (size_t i = 0; i < a.size(); ++i) bench::expect_close(a[i], b[i], tolerance, what + names[i]);
-}
-
-std::shared_ptr<bench::StreamingBatchNorm> streaming_of(const Tensors& t) {
+std::shared_ptr<bench::StreamingBatchNorm> streaming_of(const Batch& b) {
   const auto pointer = [](const torch::Tensor& tensor) { return tensor.data_ptr<float>(); };
-  const auto x = t.x.detach().contiguous(), dy = t.dy.contiguous();
-  const auto& s = t.x.sizes();
+  const auto x = b.x.detach().contiguous(), dy = b.dy.contiguous();
+  const auto& s = b.x.sizes();
   return std::make_shared<bench::StreamingBatchNorm>(
       static_cast<int>(s[0]), static_cast<int>(s[1]), static_cast<int>(s[2] * s[3]), pointer(x),
-      pointer(dy), pointer(t.weight), pointer(t.bias), kEps);
+      pointer(dy), pointer(b.weight), pointer(b.bias), kEps);
 }
 
-std::vector<torch::Tensor> results_of(const bench::StreamingBatchNorm& loop, const Tensors& t) {
-  const auto copy = [](const float* from, torch::IntArrayRef shape) {
-    return torch::from_blob(const_cast<float*>(from), shape).clone();
-  };
-  return {copy(loop.y(), t.x.sizes()), copy(loop.dx(), t.x.sizes()),
-          copy(loop.dweight(), t.weight.sizes()), copy(loop.dbias(), t.bias.sizes())};
+bench::Tensors results_of(const bench::StreamingBatchNorm& loop, const Batch& b) {
+  return {bench::copy_of(loop.y(), b.x.sizes()), bench::copy_of(loop.dx(), b.x.sizes()),
+          bench::copy_of(loop.dweight(), b.weight.sizes()),
+          bench::copy_of(loop.dbias(), b.bias.sizes())};
 }
 
 /// Adds the loop, the recipe and the triad, which compute in float.
-void add_float_calls(bench::Calls& calls, const std::shared_ptr<Tensors>& t,
-                     const std::vector<torch::Tensor>& expected) {
-  const auto loop = streaming_of(*t);
+void add_float_calls(bench::Calls& calls, const std::shared_ptr<Batch>& b,
+                     const bench::Tensors& expected) {
+  const auto loop = streaming_of(*b);
   loop->run();
-  compare(results_of(*loop, *t), expected, 1e-3, "streaming loop");
-  compare(t->results(by_hand(*t)), expected, 1e-3, "composition by hand");
+  bench::compare(results_of(*loop, *b), expected, 1e-3, "streaming loop");
+  bench::compare(b->results({by_hand(*b)}), expected, 1e-3, "composition by hand");
   calls["streaming"] = [loop] { loop->run(); };
-  calls["by_hand"] = [t] { t->backward(by_hand(*t)); };
-  const auto triad = std::make_shared<bench::Triad>(static_cast<size_t>(t->x.numel()));
+  calls["by_hand"] = [b] { b->step({by_hand(*b)}); };
+  const auto triad = std::make_shared<bench::Triad>(static_cast<size_t>(b->x.numel()));
   calls["triad"] = [triad] { triad->run(); };
 }
 
 bench::Calls prepare(const Input& input) {
-  const auto t = std::make_shared<Tensors>(input);
-  const auto results = t->results(t->norm->forward(t->x));
+  const auto b = std::make_shared<Batch>(input);
+  const auto results = b->results({b->norm->forward(b->x)});
+  if (bench::world()->size() == 1)
+    bench::compare(b->results({aten(*b)}), results, bench::tolerance_of(input.dtype),
+                   "ATen on one rank");
   bench::Calls calls;
-  calls["ours"] = [t] { t->backward(t->norm->forward(t->x)); };
-  calls["aten"] = [t] { t->backward(aten(*t)); };
-  if (syncnorm::Environment::current()->world()->size() == 1)
-    compare(t->results(aten(*t)), results, bench::tolerance_of(input.dtype), "ATen on one rank");
-  if (input.dtype == torch::kFloat) add_float_calls(calls, t, results);
+  calls["ours"] = [b] { b->step({b->norm->forward(b->x)}); };
+  calls["aten"] = [b] { b->step({aten(*b)}); };
+  if (input.dtype == torch::kFloat) add_float_calls(calls, b, results);
   return calls;
 }
 

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "harness.h"
+#include "syncnorm/environment.h"
+
+/// What the benchmarks' contestants share.
+namespace syncnorm::bench {
+
+inline const std::shared_ptr<Communicator>& world() { return Environment::current()->world(); }
+
+/// Sum over ranks in forward, and of gradients in backward: how norms are synchronised in plain
+/// tensor operations.
+struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& local) {
+    auto sum = local.clone();
+    world()->all_reduce(sum);
+    return sum;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list& gradients) {
+    auto sum = gradients[0].clone();
+    world()->all_reduce(sum);
+    return {sum};
+  }
+};
+
+using Tensors = std::vector<torch::Tensor>;
+
+/// What a step of training does with the outputs of a norm: backward from given gradients to the
+/// leaves.
+struct Problem {
+  Tensors leaves;
+  Tensors output_gradients;
+
+  /// Backward; frees the leaves' gradients, so that the next step does not add to them.
+  void step(const Tensors& outputs) {
+    torch::autograd::backward(outputs, output_gradients);
+    clear();
+  }
+
+  /// The outputs, then the leaves' gradients.
+  Tensors results(const Tensors& outputs) {
+    torch::autograd::backward(outputs, output_gradients);
+    Tensors all;
+    for (const auto& output : outputs) all.push_back(output.detach());
+    for (const auto& leaf : leaves) all.push_back(leaf.grad());
+    clear();
+    return all;
+  }
+
+ private:
+  void clear() {
+    for (auto& leaf : leaves) leaf.mutable_grad() = torch::Tensor();
+  }
+};
+
+/// Raises where two contestants' results differ.
+inline void compare(const Tensors& results, const Tensors& expected, double tolerance,
+                    const std::string& what) {
+  TORCH_CHECK(results.size() == expected.size(), what, " has other results");
+  for (size_t i = 0; i < expected.size(); ++i)
+    expect_close(results[i], expected[i], tolerance,
+                 what + ", result " + std::to_string(i) + " (outputs, then gradients)");
+}
+
+inline torch::Tensor copy_of(const float* from, torch::IntArrayRef shape) {
+  return torch::from_blob(const_cast<float*>(from), shape).clone();
+}
+
+}  // namespace syncnorm::bench
