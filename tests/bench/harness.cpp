@@ -14,9 +14,9 @@
 #include <regex>
 #include <thread>
 
+#include "hardware.h"
 #include "reporter.h"
 #include "syncnorm/environment.h"
-#include "timing.h"
 
 namespace syncnorm::bench {
 namespace {

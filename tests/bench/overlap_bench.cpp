@@ -28,10 +28,10 @@
 #include <vector>
 
 #include "delayed_communicator.h"
+#include "hardware.h"
 #include "scale_timing.h"
 #include "syncnorm/data_parallel.h"
 #include "syncnorm/environment.h"
-#include "timing.h"
 
 namespace {
 

@@ -22,11 +22,11 @@
 #include <vector>
 
 #include "delayed_communicator.h"
+#include "hardware.h"
 #include "scale_mpi.h"
 #include "scale_subjects.h"
 #include "scale_timing.h"
 #include "syncnorm/environment.h"
-#include "timing.h"
 
 namespace {
 
