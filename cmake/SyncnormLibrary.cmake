@@ -34,8 +34,21 @@ target_link_libraries(syncnorm PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann
 # Programs reuse the precompiled header, so it must not depend on a macro that only the library has.
 set_target_properties(syncnorm PROPERTIES DEFINE_SYMBOL "")
 
-# Vectorised loops: no errno and no trap keeps the compiler from turning sqrt into branches.
-file(GLOB syncnorm_cpu_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/kernels/cpu/*.cpp")
-set_source_files_properties(${syncnorm_cpu_sources} PROPERTIES
-  COMPILE_OPTIONS "-O3;-fno-math-errno;-fno-trapping-math;-ffp-contract=fast"
-  SKIP_PRECOMPILE_HEADERS ON)
+# The loops are one source, compiled for each instruction set that may be there at run time.
+# No errno and no trap keeps the compiler from turning sqrt into branches.
+set(syncnorm_loop_options -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast)
+set(syncnorm_loop_options_baseline)
+set(syncnorm_loop_options_avx2 -mavx2 -mfma -mf16c)
+# GCC 12 takes the undefined upper half in its own AVX-512 intrinsics for a mistake of ours.
+set(syncnorm_loop_options_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c
+  -mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized)
+set(syncnorm_loops "${PROJECT_SOURCE_DIR}/src/kernels/cpu/loops")
+foreach(capability IN ITEMS baseline avx2 avx512)
+  if(capability STREQUAL "baseline" OR CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    set_source_files_properties("${syncnorm_loops}_${capability}.cpp" PROPERTIES
+      COMPILE_OPTIONS "${syncnorm_loop_options};${syncnorm_loop_options_${capability}}"
+      SKIP_PRECOMPILE_HEADERS ON)
+  else()
+    set_source_files_properties("${syncnorm_loops}_${capability}.cpp" PROPERTIES HEADER_FILE_ONLY ON)
+  endif()
+endforeach()

@@ -10,6 +10,8 @@
 
 namespace syncnorm {
 
+struct BatchNormArguments;
+
 /// Options of SyncBatchNorm. Those of torch::nn::BatchNorm2d, and over whom the statistics are
 /// taken.
 struct SyncBatchNormOptions {
@@ -26,6 +28,8 @@ struct SyncBatchNormOptions {
   TORCH_ARG(bool, affine) = true;
   /// Keep running statistics and use them in evaluation. Fixed at construction.
   TORCH_ARG(bool, track_running_stats) = true;
+  /// Apply max(., 0) to the output, in the same pass. May be changed at any time.
+  TORCH_ARG(bool, relu) = false;
   /// The ranks that share statistics; null is the living Environment's world, looked up at the
   /// first forward.
   TORCH_ARG(std::shared_ptr<Communicator>, communicator) = nullptr;
@@ -56,7 +60,9 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
       : SyncBatchNormImpl(SyncBatchNormOptions(num_features)) {}
   explicit SyncBatchNormImpl(SyncBatchNormOptions options);
 
-  torch::Tensor forward(const torch::Tensor& input);
+  /// Norm, then `+ residual` (of the input's shape and dtype) if one is given, then the ReLU if
+  /// options.relu(): one pass over memory instead of three, and backward likewise.
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& residual = {});
 
   void reset() override;
   void reset_parameters();
@@ -77,7 +83,12 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
   /// was seen.
   int batch_norm_dims = 0;
 
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(torch::Tensor())})
+
  private:
+  BatchNormArguments arguments_of(const torch::Tensor& input, const torch::Tensor& residual);
+
   std::string default_name_;
 };
 TORCH_MODULE(SyncBatchNorm);
@@ -102,6 +113,9 @@ namespace functional {
 struct SyncBatchNormFuncOptions {
   TORCH_ARG(torch::Tensor, weight) = torch::Tensor();
   TORCH_ARG(torch::Tensor, bias) = torch::Tensor();
+  /// Added after the norm, before the ReLU; of the input's shape and dtype.
+  TORCH_ARG(torch::Tensor, residual) = torch::Tensor();
+  TORCH_ARG(bool, relu) = false;
   /// Normalise with the batch's statistics and update the running ones; otherwise normalise with
   /// the running ones.
   TORCH_ARG(bool, training) = false;

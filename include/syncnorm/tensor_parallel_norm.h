@@ -13,6 +13,8 @@
 
 namespace syncnorm {
 
+struct PreparedNorm;
+
 /// Options of TensorParallelLayerNorm.
 struct TensorParallelLayerNormOptions {
   /* implicit */ TensorParallelLayerNormOptions(int64_t hidden) : hidden_(hidden) {}
@@ -110,6 +112,9 @@ class TensorParallelLayerNormImpl : public torch::nn::Cloneable<TensorParallelLa
   TensorParallelLayerNormOptions options;
   torch::Tensor weight;  ///< [h], undefined without elementwise_affine
   torch::Tensor bias;    ///< [h], undefined without bias
+
+ private:
+  PreparedNorm prepare(const torch::Tensor& input, const torch::Tensor& residual);
 };
 class TensorParallelLayerNorm : public ResidualNormHolder<TensorParallelLayerNormImpl> {
  public:
@@ -138,6 +143,9 @@ class TensorParallelRMSNormImpl : public torch::nn::Cloneable<TensorParallelRMSN
   TensorParallelRMSNormOptions options;
   torch::Tensor weight;
   torch::Tensor bias;
+
+ private:
+  PreparedNorm prepare(const torch::Tensor& input, const torch::Tensor& residual);
 };
 class TensorParallelRMSNorm : public ResidualNormHolder<TensorParallelRMSNormImpl> {
  public:

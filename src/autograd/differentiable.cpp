@@ -3,8 +3,6 @@
 #include <string>
 #include <vector>
 
-#include "autograd/application.h"
-
 namespace syncnorm {
 namespace {
 
@@ -45,11 +43,12 @@ struct AllReduceSum : torch::autograd::Function<AllReduceSum> {
 
 variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& weight,
                                       const at::Tensor& bias, const at::Tensor& dy,
-                                      const at::Tensor& mean, const NormCall& call) {
+                                      const at::Tensor& mean, const NormPart& part,
+                                      const NormCall& call) {
   const auto shared_call = c10::make_intrusive<NormCall>(call);
-  const auto& layout = call.layout;
-  const auto count = call.count.clamp_min(1);  // sums of nothing stay zero, not NaN
-  const std::vector<int64_t> shape{layout.cells.outer, layout.cells.slots, layout.cells.inner};
+  const auto& layout = part.layout;
+  const auto count = part.count.divisor(mean);
+  const std::vector<int64_t> shape{layout.cells.outer, layout.cells.cells, layout.cells.inner};
   const auto over = [](const at::Tensor& of_cells) { return of_cells.view({1, -1, 1}); };
   const auto sum_cells = [&](const at::Tensor& values) {
     return values.sum(at::IntArrayRef{0, 2});
@@ -71,7 +70,7 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
   const auto moments = average(sums, "statistics again");
   const auto offset = layout.centered ? moments[0] : at::zeros_like(mean);
   const auto variance = moments[moments.size(0) - 1] - offset * offset;
-  const auto rstd = layout.to_cells((variance + call.eps).rsqrt());
+  const auto rstd = layout.to_cells((variance + part.eps).rsqrt());
   const auto normalized = (shifted - over(layout.to_cells(offset))) * over(rstd);
 
   variable_list result(3);

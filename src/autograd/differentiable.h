@@ -6,8 +6,8 @@
 
 namespace syncnorm {
 
-/// The gradients (dx, dweight, dbias) of apply_norm as a graph of differentiable operations,
-/// computed in double.
+/// The gradients (dx, dweight, dbias) of one norm without activation as a graph of differentiable
+/// operations, computed in double.
 ///
 /// Where the plain backward treats the statistics as constants of the forward, here they depend on
 /// `x` again: one all-reduce recomputes them about the known `mean`, one more carries the sums of
@@ -15,7 +15,7 @@ namespace syncnorm {
 torch::autograd::variable_list differentiable_backward(const at::Tensor& x,
                                                        const at::Tensor& weight,
                                                        const at::Tensor& bias, const at::Tensor& dy,
-                                                       const at::Tensor& mean,
+                                                       const at::Tensor& mean, const NormPart& part,
                                                        const NormCall& call);
 
 }  // namespace syncnorm

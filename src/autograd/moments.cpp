@@ -26,96 +26,136 @@ uint64_t hash_of(const at::Tensor& values) {
   return hash;
 }
 
-std::string describe(const MomentsRequest& request, const NormLayout& layout,
-                     const at::Tensor& center) {
+/// `prefix` tells the fields of norms that share an exchange apart.
+void describe(const MomentsRequest& request, const std::string& prefix, Signature& signature) {
+  signature.add(prefix + request.layout.unit, request.layout.slots)
+      .add(prefix + "dtype", c10::toString(request.dtype))
+      .add(prefix + "eps", request.eps)
+      .add(prefix + "gradient mode", request.grad_mode ? "on" : "off");
+  if (request.center.defined())
+    signature.add(prefix + "running_mean (hash)", hash_of(request.center));
+  signature.append(request.details);
+}
+
+std::string describe(const std::vector<MomentsRequest>& requests) {
   Signature signature;
-  signature.add("pass", "forward")
-      .add(layout.unit, layout.slots)
-      .add("dtype", c10::toString(request.dtype))
-      .add("eps", request.eps)
-      .add("gradient mode", request.grad_mode ? "on" : "off");
-  if (center.defined()) signature.add("running_mean (hash)", hash_of(center));
-  return signature.append(request.details).text();
+  signature.add("pass", "forward");
+  for (size_t i = 0; i < requests.size(); ++i)
+    describe(requests[i], requests.size() > 1 ? "norm " + std::to_string(i) + ": " : "", signature);
+  return signature.text();
 }
 
 /// Relative error of the variance is about (mean - center)^2 / variance times double's 2^-53;
 /// beyond these ratios it would show in the input's dtype. It shows beside eps only, unless the
 /// variance itself is kept for running_var, where it matters down to kNoise * eps.
 constexpr double kNoise = 0x1p-30;
-double tolerable_ratio(at::ScalarType dtype) { return dtype == at::kDouble ? 0x1p10 : 0x1p27; }
-
-/// [2 or 1, slots]: this rank's sums about `center`, the first left out where it is not needed.
-at::Tensor local_sums(const NormInput& input, const NormLayout& layout, const at::Tensor& center) {
-  auto sums = kernels::kernels_for(input.data.device())
-                  .moments(input.data, input.layout, layout.to_cells(center));
-  if (layout.share.defined()) sums = sums * layout.share;
-  return layout.to_slots(layout.centered ? sums : sums.narrow(0, 1, 1));
+kernels::Precision precision_of(const MomentsRequest& request) {
+  return {request.eps, request.keeps_variance ? kNoise * request.eps : request.eps,
+          request.dtype == at::kDouble ? 0x1p10 : 0x1p27};
 }
 
-Moments exchange_about(const NormInput& input, const NormLayout& layout, const at::Tensor& center,
-                       const std::string& details, const MomentsRequest& request,
-                       bool* lost_digits) {
-  const auto sums = local_sums(input, layout, center);
-  StatisticsBuffer buffer(request.comm, kHeaderWords + sums.numel(), sums.device());
-  const auto words = buffer.words();
-  const auto header = at::tensor(
-      {static_cast<double>(layout.values), request.wants_gradient ? 1.0 : 0.0}, at::kDouble);
-  words.narrow(0, 0, kHeaderWords).copy_(header);
-  words.narrow(0, kHeaderWords, sums.numel()).copy_(sums.view({-1}));
-  buffer.exchange(details);
+int64_t words_of(const MomentsRequest& request) {
+  return kHeaderWords + request.layout.sums() * request.layout.slots;
+}
 
-  const auto totals = words.narrow(0, 0, kHeaderWords).cpu();
-  const auto values = static_cast<int64_t>(totals[kCount].item<double>());
+/// The part of the buffer that holds a request's sums.
+at::Tensor sums_of(const at::Tensor& words, const MomentsRequest& request) {
+  const auto& layout = request.layout;
+  return words.narrow(0, kHeaderWords, words.numel() - kHeaderWords)
+      .view({layout.sums(), layout.slots});
+}
+
+void write_local(MomentsRequest& request, const at::Tensor& words) {
+  const auto& layout = request.layout;
+  const double header[] = {static_cast<double>(layout.values), request.wants_gradient ? 1.0 : 0.0};
+  if (words.is_cpu()) {
+    std::copy_n(header, kHeaderWords, words.data_ptr<double>());
+  } else {
+    words.narrow(0, 0, kHeaderWords).copy_(at::tensor(at::ArrayRef<double>(header), at::kDouble));
+  }
+  const auto& kernels = kernels::kernels_for(words.device());
+  const auto sums = sums_of(words, request);
+  if (request.term.defined()) {
+    kernels.add_and_moments(request.term, request.residual, request.input, layout, request.center,
+                            sums);
+    request.term = request.residual = at::Tensor();
+  } else {
+    kernels.moments(request.input, layout, request.center, sums);
+  }
+}
+
+Moments finish(const MomentsRequest& request, const at::Tensor& words, bool* lost_digits) {
+  const auto& layout = request.layout;
+  const auto header = words.narrow(0, 0, kHeaderWords).cpu();
+  const auto* totals = header.const_data_ptr<double>();
+  const auto values = static_cast<int64_t>(totals[kCount]);
   TORCH_CHECK_VALUE(layout.total_values.value_or(values) == values, ModuleScope::current(),
                     ": the ranks' shards add up to ", values, ", not to ", *layout.total_values);
-  Moments result;
-  result.count =
-      layout.count.defined()
-          ? layout.count
-          : (totals[kCount] / static_cast<double>(layout.slots_of_values)).to(sums.device());
-  result.ranks_wanting_gradient = static_cast<int64_t>(totals[kWanting].item<double>());
-  const auto means =
-      words.narrow(0, kHeaderWords, sums.numel()).view(sums.sizes()) / result.count.clamp_min(1);
-  if (!layout.centered) {
-    result.mean = center;
-    result.variance = means[0];
-    return result;
+  Moments moments;
+  moments.count = layout.count;
+  if (!layout.count.each.defined() && layout.count.all == 0)
+    moments.count.all = totals[kCount] / static_cast<double>(layout.slots_of_values);
+  moments.ranks_wanting_gradient = static_cast<int64_t>(totals[kWanting]);
+  moments.statistics = at::empty({kernels::kStatisticsRows, layout.slots}, words.options());
+  *lost_digits = kernels::kernels_for(words.device())
+                     .finish(sums_of(words, request), layout, request.center, moments.count,
+                             precision_of(request), moments.statistics);
+  return moments;
+}
+
+/// One exchange; for each request whether digits were lost.
+std::vector<Moments> exchange_once(std::vector<MomentsRequest>& requests,
+                                   const std::shared_ptr<Communicator>& comm,
+                                   std::vector<bool>* lost_digits) {
+  int64_t total = 0;
+  for (const auto& request : requests) total += words_of(request);
+  StatisticsBuffer buffer(comm, total, requests.front().input.data.device());
+  std::vector<at::Tensor> words;
+  int64_t at = 0;
+  for (auto& request : requests) {
+    words.push_back(buffer.words(at, words_of(request)));
+    write_local(request, words.back());
+    at += words_of(request);
   }
-  const auto offset = means[0];
-  const auto offset_squared = offset * offset;
-  result.mean = center + offset;
-  // NaN stays NaN; only the rounding of a difference below zero is cut. Where there are no values
-  // there is nothing to normalise, and sums of nothing must stay zero, not NaN.
-  result.variance =
-      at::where(result.count > 0, (means[1] - offset_squared).clamp_min(0), at::ones_like(offset));
-  const double floor = request.keeps_variance ? kNoise * request.eps : request.eps;
-  *lost_digits = (offset_squared > tolerable_ratio(request.dtype) * (result.variance + floor))
-                     .any()
-                     .item<bool>();
-  return result;
+  buffer.exchange(describe(requests));
+  std::vector<Moments> moments;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    bool lost = false;
+    moments.push_back(finish(requests[i], words[i], &lost));
+    lost_digits->push_back(lost);
+  }
+  return moments;
 }
 
 }  // namespace
 
-Moments exchange_moments(const NormInput& input, const NormLayout& layout, const at::Tensor& center,
-                         const MomentsRequest& request) {
-  bool lost_digits = false;
-  const auto first = center.defined()
-                         ? center
-                         : at::zeros({layout.slots}, input.data.options().dtype(at::kDouble));
-  auto moments = exchange_about(input, layout, first, describe(request, layout, center), request,
-                                &lost_digits);
-  if (!lost_digits) return moments;
-  request.comm->count_second_exchange();
-  const auto nearer = at::where(moments.mean.isfinite(), moments.mean, first);
-  return exchange_about(input, layout, nearer, describe(request, layout, nearer), request,
-                        &lost_digits);
+std::vector<Moments> exchange_moments(std::vector<MomentsRequest>& requests,
+                                      const std::shared_ptr<Communicator>& comm) {
+  std::vector<bool> lost_digits;
+  auto moments = exchange_once(requests, comm, &lost_digits);
+  std::vector<MomentsRequest> again;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    if (!lost_digits[i]) continue;
+    again.push_back(requests[i]);
+    const auto mean = moments[i].statistics[kernels::kMean];
+    again.back().center =
+        at::where(mean.isfinite(), mean,
+                  requests[i].center.defined() ? requests[i].center : at::zeros_like(mean));
+  }
+  if (again.empty()) return moments;
+  comm->count_second_exchange();
+  std::vector<bool> still_lost;
+  const auto repaired = exchange_once(again, comm, &still_lost);
+  size_t next = 0;
+  for (size_t i = 0; i < requests.size(); ++i)
+    if (lost_digits[i]) moments[i] = repaired[next++];
+  return moments;
 }
 
 at::Tensor exchange_sums(const at::Tensor& local, const std::shared_ptr<Communicator>& comm,
                          const char* pass) {
   StatisticsBuffer buffer(comm, local.numel(), local.device());
-  const auto words = buffer.words();
+  const auto words = buffer.words(0, local.numel());
   words.copy_(local.reshape({-1}));
   buffer.exchange(Signature().add("pass", pass).add("words", local.numel()).text());
   return words.view(local.sizes());

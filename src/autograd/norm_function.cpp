@@ -2,8 +2,9 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "autograd/application.h"
 #include "autograd/differentiable.h"
+#include "comm/signature.h"
+#include "comm/statistics_buffer.h"
 
 namespace syncnorm {
 namespace {
@@ -13,25 +14,83 @@ using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 // torch::autograd::Function takes defined tensors only; an empty one stands for an absent one.
-at::Tensor or_placeholder(const at::Tensor& values, const at::Tensor& like) {
-  return values.defined() ? values : at::empty({0}, like.options());
+const at::Tensor& placeholder() {
+  static const at::Tensor empty = at::empty({0});
+  return empty;
 }
 
-at::Tensor unless_placeholder(const at::Tensor& values) {
-  return values.numel() > 0 ? values : at::Tensor();
+at::Tensor or_placeholder(const at::Tensor& values) {
+  return values.defined() ? values : placeholder();
 }
+
+/// A shard of no columns has empty parameters of its own, which are not the placeholder.
+at::Tensor unless_placeholder(const at::Tensor& values) {
+  return values.is_same(placeholder()) ? at::Tensor() : values;
+}
+
+/// Inputs of the function for each part, and what it keeps of each.
+enum Input : size_t { kX, kWeight, kBias, kResidual, kInputs };
+enum Saved : size_t { kSavedX, kSavedWeight, kSavedBias, kStatistics, kOutput, kSavedTensors };
+
+/// Fresh memory for the sums of one part.
+struct PartSums {
+  at::Tensor of_slots, of_affine;
+};
+
+/// What backward knows of one part.
+struct PartBackward {
+  const NormPart& part;
+  at::Tensor x, weight, bias, statistics, output;
+  at::Tensor dy, dsum;
+
+  kernels::Norm norm() const {
+    return {NormInput(x, part.layout),
+            part.layout,
+            statistics,
+            weight,
+            bias,
+            at::Tensor(),
+            part.relu,
+            output};
+  }
+};
 
 struct NormFunction : torch::autograd::Function<NormFunction> {
-  // `participation` only gives ranks whose other inputs need no gradient a place in the graph,
-  // where others need theirs.
-  static Variable forward(AutogradContext* ctx, const Variable& x, const Variable& weight,
-                          const Variable& bias, const Variable& /*participation*/,
-                          const Variable& mean, const Variable& rstd,
-                          const c10::intrusive_ptr<NormCall>& call) {
-    ctx->save_for_backward({x, weight, bias, mean, rstd});
+  // Beside those of the parts, a last input only gives ranks whose own inputs need no gradient a
+  // place in the graph, where others need theirs.
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs,
+                               at::TensorList statistics,
+                               const c10::intrusive_ptr<NormCall>& call) {
+    ctx->set_materialize_grads(false);
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    const NormInput input(x, call->layout);
-    return apply_forward(input, call->layout, weight, bias, mean, rstd).to(x.scalar_type());
+    ctx->saved_data["inputs"] = static_cast<int64_t>(inputs.size() + statistics.size());
+    variable_list outputs, saved;
+    for (size_t p = 0; p < call->parts.size(); ++p) {
+      auto& part = call->parts[p];
+      const auto* in = inputs.data() + p * kInputs;
+      const bool before = part.sum.defined();
+      const auto residual = before ? at::Tensor() : unless_placeholder(in[kResidual]);
+      const kernels::Norm norm{*part.input,
+                               part.layout,
+                               statistics[p],
+                               unless_placeholder(in[kWeight]),
+                               unless_placeholder(in[kBias]),
+                               residual.defined() ? part.input->match(residual) : at::Tensor(),
+                               part.relu,
+                               at::Tensor()};
+      const auto y = part.input->empty_like();
+      kernels::kernels_for(y.device()).apply(norm, y);
+      outputs.push_back(y);
+      if (before) outputs.push_back(part.sum);
+      const bool keeps_output = part.relu && residual.defined();
+      for (const auto& tensor : {before ? part.sum : in[kX], in[kWeight], in[kBias], statistics[p],
+                                 keeps_output ? y : placeholder()})
+        saved.push_back(tensor);
+      part.input.reset();
+      part.sum.reset();
+    }
+    ctx->save_for_backward(std::move(saved));
+    return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
@@ -39,80 +98,192 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         c10::static_intrusive_pointer_cast<NormCall>(ctx->saved_data["call"].toCapsule());
     const auto saved = ctx->get_saved_variables();
     const ModuleScope scope(call->module);
+    std::vector<PartBackward> parts;
+    size_t next = 0;
+    for (size_t p = 0; p < call->parts.size(); ++p) {
+      const auto* of = saved.data() + p * kSavedTensors;
+      parts.push_back({call->parts[p], of[kSavedX], unless_placeholder(of[kSavedWeight]),
+                       unless_placeholder(of[kSavedBias]), of[kStatistics],
+                       unless_placeholder(of[kOutput]), gradients[next++], at::Tensor()});
+      auto& part = parts.back();
+      if (!part.dy.defined()) part.dy = at::zeros_like(part.x);
+      if (part.part.sums_first) part.dsum = gradients[next++];
+    }
     auto result =
-        at::GradMode::is_enabled()
-            ? differentiable_backward(saved[0], unless_placeholder(saved[1]),
-                                      unless_placeholder(saved[2]), gradients[0], saved[3], *call)
-            : backward_once(ctx, saved, gradients[0], *call);
-    result.resize(7);
+        at::GradMode::is_enabled() ? differentiable(ctx, parts, *call) : once(ctx, parts, *call);
+    result.resize(ctx->saved_data["inputs"].toInt() + 1);
     return result;
   }
 
-  static variable_list backward_once(AutogradContext* ctx, const variable_list& saved,
-                                     const Variable& gradient, const NormCall& call) {
-    const auto& [x, weight, bias, mean, rstd] =
-        std::tie(saved[0], saved[1], saved[2], saved[3], saved[4]);
-    const auto& layout = call.layout;
-    const NormInput input(x, layout);
-    const auto dy = input.match(gradient);
-    const Cells cells(layout, mean, rstd, dy.scalar_type());
-    const Affine affine(weight, bias, input, layout);
-    auto sums = backward_sums(input, layout, cells, affine, dy);
-    const auto means = exchange(sums, call);
+  static bool needs(AutogradContext* ctx, size_t part, Input input) {
+    return ctx->needs_input_grad(part * kInputs + input);
+  }
 
-    variable_list result(3);
-    if (ctx->needs_input_grad(1)) result[1] = gradient_of(weight, sums.of_affine[1]);
-    if (ctx->needs_input_grad(2)) result[2] = gradient_of(bias, sums.of_affine[0]);
-    if (ctx->needs_input_grad(0))
-      result[0] = apply_backward(input, layout, cells, affine, dy, means).to(x.scalar_type());
+  static variable_list differentiable(AutogradContext* ctx, const std::vector<PartBackward>& parts,
+                                      const NormCall& call) {
+    variable_list result;
+    for (size_t p = 0; p < parts.size(); ++p) {
+      const auto& of = parts[p];
+      auto dy = of.dy;
+      if (of.part.relu) dy = dy.masked_fill(output_of(of) <= 0, 0);
+      auto own = differentiable_backward(of.x, of.weight, of.bias, dy,
+                                         of.statistics[kernels::kMean], of.part, call);
+      if (own[0].defined() && of.dsum.defined()) own[0] = own[0] + of.dsum;
+      own.push_back(needs(ctx, p, kResidual) ? (of.part.sums_first ? own[0] : dy) : at::Tensor());
+      result.insert(result.end(), own.begin(), own.end());
+    }
     return result;
   }
 
-  /// The means over all ranks that dx needs, undefined where no rank needs them. Where the layout
-  /// asks for it, the sums of the affine parameters become those of all ranks, in the same
-  /// collective.
-  static at::Tensor exchange(LocalSums& sums, const NormCall& call) {
-    const auto count = call.count.clamp_min(1);
-    const auto& local = sums.of_slots;
-    if (!call.layout.sum_affine_gradients)
-      return call.reduce_backward ? exchange_sums(local, call.comm, "backward") / count
-                                  : at::Tensor();
-    const auto all = exchange_sums(at::cat({local.reshape({-1}), sums.of_affine.reshape({-1})}),
-                                   call.comm, "backward with weight");
-    sums.of_affine =
-        all.narrow(0, local.numel(), sums.of_affine.numel()).view(sums.of_affine.sizes());
-    return all.narrow(0, 0, local.numel()).view(local.sizes()) / count;
+  /// Whose sign says what the activation let through.
+  static at::Tensor output_of(const PartBackward& of) {
+    if (of.output.defined()) return of.output;
+    const at::NoGradGuard no_grad;
+    const auto norm = of.norm();
+    auto y = norm.input.empty_like();
+    kernels::kernels_for(y.device()).apply(norm, y);
+    return y;
+  }
+
+  static variable_list once(AutogradContext* ctx, const std::vector<PartBackward>& parts,
+                            const NormCall& call) {
+    std::vector<kernels::Norm> norms;
+    std::vector<at::Tensor> gradients;
+    for (const auto& part : parts) {
+      norms.push_back(part.norm());
+      gradients.push_back(norms.back().input.match(part.dy));
+    }
+    const auto sums = local_sums(ctx, norms, gradients, call);
+    variable_list result;
+    for (size_t p = 0; p < parts.size(); ++p) {
+      const auto& of = parts[p];
+      const bool first = of.part.sums_first;
+      const bool needs_residual = needs(ctx, p, kResidual);
+      const bool needs_x = needs(ctx, p, kX) || (first && needs_residual);
+      const bool writes_residual = needs_residual && !first && of.part.relu;
+      kernels::BackwardOutputs outputs;
+      if (needs_x) outputs.dx = norms[p].input.empty_like();
+      if (writes_residual) outputs.dresidual = norms[p].input.empty_like();
+      if (of.dsum.defined()) outputs.extra = norms[p].input.match(of.dsum);
+      if (needs_x || writes_residual)
+        kernels::kernels_for(of.x.device())
+            .backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count, outputs);
+      const auto affine = [&](Input input, const at::Tensor& parameter, int64_t row) {
+        return needs(ctx, p, input) ? syncnorm::gradient_of(parameter, sums[p].of_affine[row])
+                                    : at::Tensor();
+      };
+      result.push_back(needs(ctx, p, kX) ? outputs.dx : at::Tensor());
+      result.push_back(affine(kWeight, of.weight, 1));
+      result.push_back(affine(kBias, of.bias, 0));
+      result.push_back(!needs_residual ? at::Tensor()
+                       : first         ? outputs.dx
+                                       : (writes_residual ? outputs.dresidual : of.dy));
+    }
+    return result;
+  }
+
+  /// The sums of every part: of all ranks where some rank's input needs them, and those of the
+  /// affine parameters where the layout asks for it, in one collective.
+  static std::vector<PartSums> local_sums(AutogradContext* ctx,
+                                          const std::vector<kernels::Norm>& norms,
+                                          const std::vector<at::Tensor>& gradients,
+                                          const NormCall& call) {
+    int64_t words = 0;
+    bool sums_affine = false;
+    for (const auto& norm : norms) {
+      words += norm.layout.sums() * norm.layout.slots;
+      if (!norm.layout.sum_affine_gradients) continue;
+      words += c10::multiply_integers(norm.layout.affine_shape());
+      sums_affine = true;
+    }
+    const auto device = gradients.front().device();
+    StatisticsBuffer buffer(call.comm, words, device);
+    std::vector<PartSums> sums;
+    int64_t at = 0;
+    const auto take = [&](at::IntArrayRef shape) {
+      const auto size = c10::multiply_integers(shape);
+      at += size;
+      return buffer.words(at - size, size).view(shape);
+    };
+    for (size_t p = 0; p < norms.size(); ++p) {
+      const auto& layout = norms[p].layout;
+      PartSums part;
+      part.of_slots = take({layout.sums(), layout.slots});
+      if (layout.sum_affine_gradients) {
+        part.of_affine = take(layout.affine_shape());
+      } else if (needs(ctx, p, kWeight) || needs(ctx, p, kBias)) {
+        part.of_affine = at::empty(layout.affine_shape(), part.of_slots.options());
+      }
+      kernels::kernels_for(device).backward_sums(norms[p], gradients[p], part.of_slots,
+                                                 part.of_affine);
+      sums.push_back(part);
+    }
+    if (call.reduce_backward || sums_affine)
+      buffer.exchange(Signature()
+                          .add("pass", sums_affine ? "backward with weight" : "backward")
+                          .add("words", words)
+                          .text());
+    return sums;
   }
 };
 
 }  // namespace
 
-at::Tensor apply_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                      const Moments& moments, const c10::intrusive_ptr<NormCall>& call) {
-  const auto wants = [](const at::Tensor& t) { return t.defined() && t.requires_grad(); };
-  const bool joins = call->reduce_backward && !wants(x) && !wants(weight) && !wants(bias);
-  const auto participation = at::zeros({}, x.options()).set_requires_grad(joins);
-  return NormFunction::apply(x, or_placeholder(weight, x), or_placeholder(bias, x), participation,
-                             moments.mean, (moments.variance + call->eps).rsqrt(), call);
+std::vector<Moments> exchange_statistics(const std::vector<NormTensors>& norms, NormCall& call) {
+  const bool grad_mode = at::GradMode::is_enabled();
+  const at::NoGradGuard no_grad;
+  std::vector<MomentsRequest> requests;
+  for (size_t p = 0; p < norms.size(); ++p) {
+    const auto& norm = norms[p];
+    auto& part = call.parts[p];
+    const bool before = norm.place == ResidualPlace::before;
+    part.input.emplace(norm.x, part.layout);
+    at::Tensor term, residual;
+    if (before) {
+      term = part.input->data;
+      residual = part.input->match(norm.residual);
+      part.sums_first = true;
+      part.sum = part.input->data = part.input->empty_like();
+    }
+    const bool wants = norm.x.requires_grad() || (before && norm.residual.requires_grad());
+    requests.push_back({*part.input, part.layout, norm.x.scalar_type(), part.eps, norm.center,
+                        grad_mode && wants, grad_mode, norm.keeps_variance, norm.details, term,
+                        residual});
+  }
+  auto moments = exchange_moments(requests, call.comm);
+  for (size_t p = 0; p < norms.size(); ++p) {
+    call.parts[p].count = moments[p].count;
+    call.reduce_backward |= moments[p].ranks_wanting_gradient > 0;
+  }
+  return moments;
 }
 
-at::Tensor normalize(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                     const c10::intrusive_ptr<NormCall>& call, const std::string& details) {
-  MomentsRequest request;
-  request.comm = call->comm;
-  request.dtype = x.scalar_type();
-  request.eps = call->eps;
-  request.grad_mode = at::GradMode::is_enabled();
-  request.wants_gradient = request.grad_mode && x.requires_grad();
-  request.details = details;
-  Moments moments;
-  {
-    const at::NoGradGuard no_grad;
-    moments = exchange_moments(NormInput(x, call->layout), call->layout, {}, request);
+std::vector<at::Tensor> apply_norms(const std::vector<NormTensors>& norms,
+                                    const std::vector<Moments>& moments,
+                                    const c10::intrusive_ptr<NormCall>& call) {
+  variable_list inputs, statistics;
+  bool own_gradient = false;
+  for (size_t p = 0; p < norms.size(); ++p) {
+    const auto& norm = norms[p];
+    for (const auto& tensor : {norm.x, norm.weight, norm.bias, norm.residual}) {
+      inputs.push_back(or_placeholder(tensor));
+      own_gradient |= inputs.back().requires_grad();
+    }
+    statistics.push_back(moments[p].statistics);
   }
-  call->count = moments.count;
-  call->reduce_backward = moments.ranks_wanting_gradient > 0;
-  return apply_norm(x, weight, bias, moments, call);
+  if (call->reduce_backward && !own_gradient)
+    inputs.push_back(at::zeros({}, norms.front().x.options()).set_requires_grad(true));
+  return NormFunction::apply(at::TensorList(inputs), at::TensorList(statistics), call);
+}
+
+std::vector<at::Tensor> normalize(const NormTensors& norm,
+                                  const c10::intrusive_ptr<NormCall>& call) {
+  const std::vector<NormTensors> norms{norm};
+  return apply_norms(norms, exchange_statistics(norms, *call), call);
+}
+
+at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sum) {
+  return sum.reshape(parameter.sizes()).to(parameter.scalar_type());
 }
 
 }  // namespace syncnorm

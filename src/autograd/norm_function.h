@@ -4,36 +4,70 @@
 #include <ATen/core/ivalue.h>
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "autograd/moments.h"
 
 namespace syncnorm {
 
-/// What one call of a norm fixes for its forward, its backward and the backward of that.
+/// What one norm fixes for its forward, its backward and the backward of that.
+struct NormPart {
+  double eps = 0;
+  NormLayout layout;
+  bool relu = false;
+  bool sums_first = false;  ///< a residual is added before, and the sum is a second output
+  SlotCount count;
+
+  /// From the exchange of statistics to the forward: the dense input, so that a strided one is not
+  /// copied twice, and the sum that is normalised where a residual is added first.
+  std::optional<NormInput> input;
+  at::Tensor sum;
+};
+
+/// Norms that share their collectives: one, or a group of independent ones.
 struct NormCall : torch::CustomClassHolder {
   std::shared_ptr<Communicator> comm;
   std::string module;
-  double eps = 0;
-  NormLayout layout;
-  at::Tensor count;              ///< values a slot over all ranks, double [] or [slots]
+  std::vector<NormPart> parts;
   bool reduce_backward = false;  ///< some rank's input needs a gradient, so every rank takes part
 };
 
-/// y = (x - mean) / sqrt(variance + eps) * weight + bias, differentiable through the statistics of
-/// all ranks.
+/// Where a residual enters.
+enum class ResidualPlace : uint8_t { none, before, after };
+
+/// The tensors of one norm; absent ones are undefined, a bias comes with a weight only.
+struct NormTensors {
+  at::Tensor x;
+  at::Tensor weight;  ///< as the layout says
+  at::Tensor bias;
+  at::Tensor residual;  ///< shape and dtype of x
+  ResidualPlace place = ResidualPlace::none;
+  at::Tensor center;  ///< about which statistics are summed, see MomentsRequest
+  bool keeps_variance = false;
+  std::string details;
+};
+
+/// First half: the statistics of every norm over all ranks, in one collective. Fills `call`.
+std::vector<Moments> exchange_statistics(const std::vector<NormTensors>& norms, NormCall& call);
+
+/// Second half: y = activation(xhat * weight + bias + residual), and, where the residual comes
+/// before, x + residual after each such y; differentiable through the statistics of all ranks.
 ///
-/// `weight`, `bias` as the layout says, or undefined (a bias only with a weight); `moments` of
-/// exchange_moments on x. Backward is one all-reduce of two sums a slot, one where the norm is not
-/// centered, none where no rank's input needs a gradient; under create_graph it is a composition of
+/// Backward is one all-reduce for all norms, of two sums a slot, one where a norm is not centered,
+/// none where no rank's input needs a gradient; under create_graph it is a composition of
 /// differentiable operations, so that higher derivatives follow. The gradients of weight and bias
 /// are this rank's sums.
-at::Tensor apply_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                      const Moments& moments, const c10::intrusive_ptr<NormCall>& call);
+std::vector<at::Tensor> apply_norms(const std::vector<NormTensors>& norms,
+                                    const std::vector<Moments>& moments,
+                                    const c10::intrusive_ptr<NormCall>& call);
 
-/// Statistics and application in one: exchange_moments about zero, then apply_norm. `call` brings
-/// comm, module, eps and layout; `details` is what else must agree between the ranks.
-at::Tensor normalize(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                     const c10::intrusive_ptr<NormCall>& call, const std::string& details);
+/// Both halves for one norm: `call` brings comm, module and one part.
+std::vector<at::Tensor> normalize(const NormTensors& norm,
+                                  const c10::intrusive_ptr<NormCall>& call);
+
+/// `sum` in the shape and dtype of the parameter whose gradient it is.
+at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sum);
 
 }  // namespace syncnorm

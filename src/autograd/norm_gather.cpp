@@ -4,10 +4,10 @@
 
 #include <numeric>
 
-#include "autograd/layout.h"
 #include "comm/fnv1a.h"
 #include "comm/signature.h"
 #include "comm/statistics_buffer.h"
+#include "kernels/kernels.h"
 
 namespace syncnorm {
 namespace {
@@ -39,15 +39,16 @@ struct Block {
 };
 
 /// Double [2 or 1, rows]: this rank's mean and sum of squares about it, or sum of squares.
-at::Tensor local_moments(const NormInput& input, bool centered) {
+at::Tensor local_moments(const NormInput& input, const NormLayout& layout) {
   const auto& kernels = kernels::kernels_for(input.data.device());
-  const int64_t rows = input.layout.slots, columns = input.layout.inner;
-  auto mean = at::zeros({rows}, input.data.options().dtype(at::kDouble));
-  if (!centered) return kernels.moments(input.data, input.layout, mean).narrow(0, 1, 1);
-  if (columns == 0) return at::zeros({2, rows}, mean.options());
-  mean = kernels.moments(input.data, input.layout, mean)[0] / static_cast<double>(columns);
-  const auto sums = kernels.moments(input.data, input.layout, mean);
-  const auto rest = sums[0] / static_cast<double>(columns);
+  const auto columns = static_cast<double>(std::max<int64_t>(layout.cells.inner, 1));
+  const auto sums =
+      at::empty({layout.sums(), layout.slots}, input.data.options().dtype(at::kDouble));
+  kernels.moments(input, layout, {}, sums);
+  if (!layout.centered) return sums;
+  const auto mean = sums[0] / columns;
+  kernels.moments(input, layout, mean, sums);
+  const auto rest = sums[0] / columns;
   return at::stack({mean + rest, (sums[1] - sums[0] * rest).clamp_min(0)});
 }
 
@@ -61,7 +62,7 @@ at::Tensor range_scale(const at::Tensor& sum_of_squares, int64_t columns) {
 
 /// Mean and rstd of whole rows from the ranks' moments, and the distance of each rank's mean.
 struct Merged {
-  at::Tensor mean, rstd;              // double [rows]
+  at::Tensor mean, variance, rstd;    // double [rows]
   std::vector<at::Tensor> from_mean;  // double [rows] by rank, undefined where not centered
 };
 
@@ -93,7 +94,8 @@ Merged merge(const std::vector<at::Tensor>& moments, const NormLinearCall& call)
             squares + moments[r][1] + distance * distance * static_cast<double>(call.sizes[r]);
     }
   }
-  merged.rstd = (squares / hidden + call.eps).rsqrt();
+  merged.variance = squares / hidden;
+  merged.rstd = (merged.variance + call.eps).rsqrt();
   return merged;
 }
 
@@ -134,8 +136,9 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
   const auto dtype = x.scalar_type();
   const auto compute = compute_dtype(dtype);
   const int64_t rows = x.size(0), columns = x.size(1);
-  const NormInput input(x, row_layout(x, call.hidden(), call.centered));
-  const auto moments = local_moments(input, call.centered);
+  const auto layout = row_layout(x, call.hidden(), call.centered);
+  const NormInput input(x, layout);
+  const auto moments = local_moments(input, layout);
   const int64_t parameters =
       call.centered ? (weight.defined() ? 1 : 0) + (bias.defined() ? 1 : 0) : 0;
 
@@ -149,7 +152,7 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
   auto shard = at::empty({mine.size}, x.options().requires_grad(false));
   shard.narrow(0, mine.moments, mine.columns_at - mine.moments).copy_(as_elements(moments, dtype));
   auto scale = range_scale(moments[moments.size(0) - 1], columns).to(compute).view({1, rows});
-  auto values = input.data.t();  // [columns, rows]
+  auto values = input.data.to(compute).view({rows, columns}).t();
   if (call.centered) values = values - moments[0].to(compute);
   values = values * scale;
   if (!call.centered && weight.defined()) values = values * weight.to(compute).view({columns, 1});
@@ -175,8 +178,7 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
   }
   const auto merged = merge(of_rank, call);
   GatheredRows result;
-  result.mean = merged.mean;
-  result.rstd = merged.rstd;
+  result.statistics = at::stack({merged.mean, merged.variance, merged.rstd});
   result.normalized = at::empty({call.hidden(), rows}, shard.options());
   std::vector<at::Tensor> weights, biases;
   at = 0;
@@ -242,10 +244,11 @@ ScatteredGradient scatter_gradient(const at::Tensor& gradient, const GatheredRow
   const int64_t columns = call.sizes[call.comm->rank()];
   ScatteredGradient result;
   result.of_columns = mine.narrow(0, 0, columns * count).view({columns, count}).t().contiguous();
-  result.means = mine.narrow(0, columns * count, statistics.numel())
-                     .view({static_cast<int64_t>(means.size()), repeats, count})
-                     .to(at::kDouble)
-                     .sum(1);
+  result.sums = mine.narrow(0, columns * count, statistics.numel())
+                    .view({static_cast<int64_t>(means.size()), repeats, count})
+                    .to(at::kDouble)
+                    .sum(1) *
+                hidden;  // means travel, since sums could leave the range of half
   return result;
 }
 

@@ -27,7 +27,7 @@ struct NormLinearCall : torch::CustomClassHolder {
 /// The normalised whole rows, and the statistics to go back.
 struct GatheredRows {
   at::Tensor normalized;  ///< [hidden, rows] in the input's dtype
-  at::Tensor mean, rstd;  ///< double [rows]
+  at::Tensor statistics;  ///< double [3, rows], see kernels::StatisticsRow
   at::Tensor weight;      ///< of the norm, whole [hidden], only where centered and given
   at::Tensor bias;        ///< likewise
 };
@@ -42,7 +42,7 @@ GatheredRows gather_normalized(const at::Tensor& x, const at::Tensor& weight,
 /// This rank's part of a sum over ranks.
 struct ScatteredGradient {
   at::Tensor of_columns;  ///< [rows, h], contiguous
-  at::Tensor means;       ///< double [2 or 1, rows]: mean(g), mean(g*xhat), g = gradient * weight
+  at::Tensor sums;        ///< double [2 or 1, rows]: sum(g), sum(g*xhat), g = gradient * weight
 };
 
 /// Sums the ranks' parts of the gradient of the normalised rows, `gradient` [hidden, rows], and

@@ -2,7 +2,6 @@
 
 #include <torch/torch.h>
 
-#include "autograd/application.h"
 #include "autograd/norm_function.h"
 #include "syncnorm/collectives.h"
 
@@ -26,13 +25,23 @@ struct Inputs {
   at::Tensor x, norm_weight, norm_bias, weight, bias;
 };
 
+NormPart layout_part(const at::Tensor& x, const NormLinearCall& call) {
+  NormPart part;
+  part.eps = call.eps;
+  part.layout = row_layout(x, call.hidden(), call.centered);
+  return part;
+}
+
 at::Tensor plain_composition(const Inputs& in, const NormLinearCall& call) {
   auto norm = c10::make_intrusive<NormCall>();
   norm->comm = call.comm;
   norm->module = call.module;
-  norm->eps = call.eps;
-  norm->layout = row_layout(in.x, call.hidden(), call.centered);
-  const auto u = normalize(in.x, in.norm_weight, in.norm_bias, norm, "");
+  norm->parts = {layout_part(in.x, call)};
+  NormTensors tensors;
+  tensors.x = in.x;
+  tensors.weight = in.norm_weight;
+  tensors.bias = in.norm_bias;
+  const auto u = normalize(tensors, norm).front();
   const auto whole = gather_columns(u, call.sizes, call.comm, call.module);
   return torch::linear(whole, in.weight, in.bias);
 }
@@ -49,7 +58,7 @@ struct NormLinearFunction : torch::autograd::Function<NormLinearFunction> {
     const auto u = rows.normalized.t();
     const auto y = present & 4 ? at::addmm(bias, u, weight.t()) : at::mm(u, weight.t());
     const bool keep = call->keep_gathered;
-    ctx->save_for_backward({x, norm_weight, norm_bias, weight, bias, rows.mean, rows.rstd,
+    ctx->save_for_backward({x, norm_weight, norm_bias, weight, bias, rows.statistics,
                             or_empty(keep ? rows.normalized : at::Tensor(), x),
                             or_empty(keep ? rows.weight : at::Tensor(), x),
                             or_empty(keep ? rows.bias : at::Tensor(), x)});
@@ -75,8 +84,8 @@ struct NormLinearFunction : torch::autograd::Function<NormLinearFunction> {
                             const Variable& dy, const NormLinearCall& call) {
     GatheredRows rows;
     if (call.keep_gathered) {
-      rows = {saved[7], saved[5], saved[6], saved[8].numel() > 0 ? saved[8] : at::Tensor(),
-              saved[9].numel() > 0 ? saved[9] : at::Tensor()};
+      rows = {saved[6], saved[5], saved[7].numel() > 0 ? saved[7] : at::Tensor(),
+              saved[8].numel() > 0 ? saved[8] : at::Tensor()};
     } else {
       rows = gather_normalized(in.x, in.norm_weight, in.norm_bias, call, "backward");
     }
@@ -85,23 +94,32 @@ struct NormLinearFunction : torch::autograd::Function<NormLinearFunction> {
     if (in.bias.defined() && ctx->needs_input_grad(4)) result[4] = dy.sum(0);
     const auto scattered = scatter_gradient(at::mm(in.weight.t(), dy.t()), rows, call);
 
-    const auto layout = row_layout(in.x, call.hidden(), call.centered);
-    const NormInput input(in.x, layout);
-    const auto du = input.match(scattered.of_columns);
-    const Cells cells(layout, rows.mean, rows.rstd, du.scalar_type());
-    const Affine affine(or_empty(in.norm_weight, in.x), or_empty(in.norm_bias, in.x), input,
-                        layout);
+    const auto part = layout_part(in.x, call);
+    const auto& layout = part.layout;
+    const kernels::Norm norm{NormInput(in.x, layout),
+                             layout,
+                             rows.statistics,
+                             in.norm_weight,
+                             in.norm_bias,
+                             at::Tensor(),
+                             false,
+                             at::Tensor()};
+    const auto du = norm.input.match(scattered.of_columns);
+    const auto& kernels = kernels::kernels_for(du.device());
     const auto needs = [&](size_t i, const at::Tensor& parameter) {
       return parameter.defined() && ctx->needs_input_grad(i);
     };
     if (needs(1, in.norm_weight) || needs(2, in.norm_bias)) {
-      const auto sums = backward_sums(input, layout, cells, affine, du);
-      if (needs(1, in.norm_weight)) result[1] = gradient_of(in.norm_weight, sums.of_affine[1]);
-      if (needs(2, in.norm_bias)) result[2] = gradient_of(in.norm_bias, sums.of_affine[0]);
+      const auto of_slots = at::empty_like(scattered.sums);
+      const auto of_affine = at::empty(layout.affine_shape(), of_slots.options());
+      kernels.backward_sums(norm, du, of_slots, of_affine);
+      if (needs(1, in.norm_weight)) result[1] = gradient_of(in.norm_weight, of_affine[1]);
+      if (needs(2, in.norm_bias)) result[2] = gradient_of(in.norm_bias, of_affine[0]);
     }
-    if (ctx->needs_input_grad(0))
-      result[0] =
-          apply_backward(input, layout, cells, affine, du, scattered.means).to(in.x.scalar_type());
+    if (ctx->needs_input_grad(0)) {
+      result[0] = norm.input.empty_like();
+      kernels.backward_apply(norm, du, scattered.sums, layout.count, {result[0], {}, {}});
+    }
     return result;
   }
 

@@ -2,68 +2,89 @@
 
 #include <ATen/ATen.h>
 
-#include <cstdint>
+#include "kernels/layout.h"
 
 namespace syncnorm::kernels {
 
-/// How a dense tensor's memory is cut into slots: element (o, s, i) of [outer, slots, inner] lies
-/// at (o*slots + s)*inner + i. NCHW batch norm is [N, C, H*W], channels-last [N*H*W, C, 1], rows of
-/// a hidden dimension [1, rows, hidden].
-struct SlotLayout {
-  int64_t outer = 0;
-  int64_t slots = 0;
-  int64_t inner = 0;
+/// What follows from the sums of all ranks, double [3, slots]: mean (zero where the norm is not
+/// centered), biased variance (then the mean square), and rstd = 1/sqrt(variance + eps).
+enum StatisticsRow : int64_t { kMean, kVariance, kRstd, kStatisticsRows };
 
-  int64_t numel() const { return outer * slots * inner; }
+/// One norm of one input: y = activation(xhat * weight + bias + residual), where
+/// xhat = (x - mean)*rstd.
+struct Norm {
+  NormInput input;
+  const NormLayout& layout;
+  at::Tensor statistics;  ///< see StatisticsRow
+  at::Tensor weight;      ///< as the layout says, or undefined
+  at::Tensor bias;        ///< a bias comes with a weight only
+  at::Tensor residual;    ///< dense like the input, or undefined; not by column
+  bool relu = false;      ///< max(., 0), NaN stays; not by column
+  at::Tensor output;      ///< backward with relu and residual: y
 };
 
-/// Scale and shift that differ along a slot: slot s, position i take element (s % rows, i). Dense
-/// [rows, inner] in the dtype of x; a bias comes with a weight only. Layouts with columns have
-/// outer == 1.
-struct Columns {
-  at::Tensor weight;
-  at::Tensor bias;
-  int64_t rows = 0;  ///< 0: no columns
-
-  bool any() const { return rows > 0; }
+/// How far the digits of a variance must reach: the sums about `center` lost too many where
+/// (mean - center)^2 > ratio*(variance + floor).
+struct Precision {
+  double eps = 0;
+  double floor = 0;
+  double ratio = 0;
 };
 
-struct BackwardSums {
-  at::Tensor slots;  ///< [2, slots] double: sum(g), sum(g * (x - center)), g = dy * columns.weight
-  at::Tensor columns;  ///< [2, rows, inner] double: sum(dy * xhat), sum(dy); only with columns
+/// What the backward leaves, each undefined where it is not needed.
+struct BackwardOutputs {
+  at::Tensor dx;         ///< dense like the input
+  at::Tensor dresidual;  ///< likewise: the gradient that passes the activation
+  at::Tensor extra;      ///< read: added to dx; by column only
 };
 
-/// The passes over memory that norms consist of. Inputs are dense, float or double, laid out as
-/// `layout` says; sums are double whatever the input. Implementations are stateless and give the
-/// same bits from run to run.
+/// The passes over memory that norms consist of, and the arithmetic of slots between them. Inputs
+/// are dense; float, double, half or bfloat16, computed in float or wider; sums across slots are
+/// double. Implementations are stateless and give the same bits from run to run, whatever the
+/// number of threads.
 class KernelSet {
  public:
   virtual ~KernelSet() = default;
 
-  /// [2, slots] double: sum(x - center), sum((x - center)^2). `center`: double [slots].
-  virtual at::Tensor moments(const at::Tensor& x, const SlotLayout& layout,
-                             const at::Tensor& center) const = 0;
+  /// Writes sum(x - center), unless not centered, and sum((x - center)^2) of each slot to `sums`,
+  /// double [layout.sums(), slots]. `center`: double [slots], undefined for zero.
+  virtual void moments(const NormInput& x, const NormLayout& layout, const at::Tensor& center,
+                       const at::Tensor& sums) const = 0;
 
-  /// `affine` [3, slots] double (center, scale, shift) says what xhat = (x - center)*scale + shift
-  /// is.
-  virtual BackwardSums backward_sums(const at::Tensor& x, const at::Tensor& dy,
-                                     const SlotLayout& layout, const at::Tensor& affine,
-                                     const Columns& columns) const = 0;
+  /// The same of x + residual, which is written to sum.data, rounded to its dtype, in the same
+  /// pass.
+  virtual void add_and_moments(const at::Tensor& x, const at::Tensor& residual,
+                               const NormInput& sum, const NormLayout& layout,
+                               const at::Tensor& center, const at::Tensor& sums) const = 0;
 
-  /// y = ((x - center)*scale + shift) * columns.weight + columns.bias; `coefficients`: [3, slots]
-  /// (center, scale, shift) in the dtype of x. Centering first keeps the digits of an x far from
-  /// zero.
-  virtual void apply(const at::Tensor& x, const SlotLayout& layout, const at::Tensor& coefficients,
-                     const Columns& columns, const at::Tensor& y) const = 0;
+  /// Statistics from the ranks' `sums` about `center`; true where digits were lost.
+  virtual bool finish(const at::Tensor& sums, const NormLayout& layout, const at::Tensor& center,
+                      const SlotCount& count, const Precision& precision,
+                      const at::Tensor& statistics) const = 0;
 
-  /// dx = a*dy*columns.weight + b*((x - center)*scale) + c; `coefficients`: [5, slots] (center,
-  /// scale, a, b, c) in the dtype of x. Scaling x first keeps b in range where x is not near one.
-  virtual void backward_apply(const at::Tensor& x, const at::Tensor& dy, const SlotLayout& layout,
-                              const at::Tensor& coefficients, const Columns& columns,
-                              const at::Tensor& dx) const = 0;
+  /// running = running*(1 - momentum) + latest*momentum, the unbiased variance for running_var, in
+  /// place; either may be undefined.
+  virtual void update_running(const at::Tensor& statistics, double count, double momentum,
+                              const at::Tensor& running_mean,
+                              const at::Tensor& running_var) const = 0;
+
+  /// y: dense like the input.
+  virtual void apply(const Norm& norm, const at::Tensor& y) const = 0;
+
+  /// With g the gradient that passes the activation, writes sum(g*weight), unless not centered, and
+  /// sum(g*weight*xhat) of each slot to `of_slots`, double [layout.sums(), slots], and sum(g),
+  /// sum(g*xhat) of each element of bias and weight to `of_affine`, double layout.affine_shape(),
+  /// unless that is undefined.
+  virtual void backward_sums(const Norm& norm, const at::Tensor& dy, const at::Tensor& of_slots,
+                             const at::Tensor& of_affine) const = 0;
+
+  /// dx = rstd*(g*weight - mean(g*weight) - xhat*mean(g*weight*xhat)), the first mean left out
+  /// where not centered. `sums`: of_slots summed over the ranks.
+  virtual void backward_apply(const Norm& norm, const at::Tensor& dy, const at::Tensor& sums,
+                              const SlotCount& count, const BackwardOutputs& outputs) const = 0;
 };
 
-/// Plain ATen operations, for any device: what the others are compared with.
+/// Plain ATen operations in double, for any device: what the others are compared with.
 const KernelSet& reference_kernels();
 
 /// Vectorised loops for the CPU.

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "autograd/layout.h"
+#include "kernels/layout.h"
 #include "nn/child.h"
 #include "syncnorm/environment.h"
 

@@ -2,8 +2,6 @@
 
 #include <torch/torch.h>
 
-#include "autograd/layout.h"
-#include "autograd/moments.h"
 #include "autograd/norm_function.h"
 #include "nn/norm_checks.h"
 #include "syncnorm/environment.h"
@@ -14,23 +12,10 @@ namespace {
 
 /// A center near the mean keeps digits; the running mean is near it on most steps and equal on all
 /// ranks.
-torch::Tensor choose_center(const BatchNormArguments& arguments, int64_t channels,
-                            const torch::Tensor& like) {
-  const auto options = like.options().dtype(torch::kDouble);
-  if (!arguments.running_mean.defined()) return torch::zeros({channels}, options);
-  return arguments.running_mean.detach().to(torch::kDouble).nan_to_num(0, 0, 0);
-}
-
-void update_running_statistics(const BatchNormArguments& arguments, const Moments& moments,
-                               double count) {
+torch::Tensor center_of(const torch::Tensor& running_mean) {
+  if (!running_mean.defined()) return {};
   const torch::NoGradGuard no_grad;
-  const auto blend = [&](const torch::Tensor& running, const torch::Tensor& latest) {
-    running.copy_(running.to(torch::kDouble) * (1 - arguments.momentum) +
-                  latest * arguments.momentum);
-  };
-  if (arguments.running_mean.defined()) blend(arguments.running_mean, moments.mean);
-  if (arguments.running_var.defined())
-    blend(arguments.running_var, moments.variance * (count / (count - 1)));
+  return running_mean.to(torch::kDouble).nan_to_num_(0, 0, 0);
 }
 
 thread_local bool running_stats_frozen = false;
@@ -56,48 +41,56 @@ void check_batch_norm_input(const torch::Tensor& input, int64_t channels,
   check_norm_parameter(arguments.running_mean, "running_mean", {channels}, input, name);
   check_norm_parameter(arguments.running_var, "running_var", {channels}, input, name);
   check_eps(arguments.eps, name);
+  if (arguments.residual.defined())
+    TORCH_CHECK_VALUE(arguments.residual.sizes() == input.sizes() &&
+                          arguments.residual.scalar_type() == input.scalar_type() &&
+                          arguments.residual.device() == input.device(),
+                      name, ": the residual must have the input's shape, dtype and device, ",
+                      input.sizes(), " ", input.scalar_type(), ", got ", arguments.residual.sizes(),
+                      " ", arguments.residual.scalar_type());
   TORCH_CHECK_VALUE(arguments.momentum >= 0 && arguments.momentum <= 1, name,
                     ": momentum must be in [0, 1], got ", arguments.momentum);
 }
 
-std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input,
-                                                      const BatchNormArguments& arguments) {
-  auto call = c10::make_intrusive<NormCall>();
-  call->comm = communicator_or_world(arguments.comm, arguments.name);
-  call->module = arguments.name;
-  call->eps = arguments.eps;
-  const ModuleScope scope(arguments.name);
-
-  MomentsRequest request;
-  request.comm = call->comm;
-  request.dtype = input.scalar_type();
-  request.eps = arguments.eps;
-  request.grad_mode = torch::GradMode::is_enabled();
-  request.wants_gradient = request.grad_mode && input.requires_grad();
-  request.keeps_variance = arguments.update_running;
-  call->layout = channel_layout(input);
-  Moments moments;
-  {
+PreparedNorm prepare_batch_norm(const torch::Tensor& input, const BatchNormArguments& arguments,
+                                const torch::Tensor& num_batches_tracked) {
+  PreparedNorm norm;
+  norm.comm = communicator_or_world(arguments.comm, arguments.name);
+  norm.name = arguments.name;
+  norm.part.eps = arguments.eps;
+  norm.part.layout = channel_layout(input);
+  norm.part.relu = arguments.relu;
+  norm.tensors.x = input;
+  norm.tensors.weight = arguments.weight;
+  norm.tensors.bias = arguments.bias;
+  norm.tensors.residual = arguments.residual;
+  norm.tensors.place = arguments.residual.defined() ? ResidualPlace::after : ResidualPlace::none;
+  norm.tensors.center = center_of(arguments.running_mean);
+  norm.tensors.keeps_variance = arguments.update_running;
+  norm.received = [arguments, num_batches_tracked, shape = input.sizes().vec(),
+                   rank = norm.comm->rank()](const Moments& moments) {
+    const double count = moments.count.all;
+    TORCH_CHECK_VALUE(
+        count != 1, arguments.name,
+        ": expected more than 1 value per channel over all ranks when training, got input ",
+        at::IntArrayRef(shape), " on rank ", rank);
+    if (count == 0 || !arguments.update_running) return;
     const torch::NoGradGuard no_grad;
-    moments = exchange_moments(NormInput(input, call->layout), call->layout,
-                               choose_center(arguments, input.size(1), input), request);
-  }
-  const auto count = moments.count.item<double>();
-  TORCH_CHECK_VALUE(
-      count != 1, arguments.name,
-      ": expected more than 1 value per channel over all ranks when training, got input ",
-      input.sizes(), " on rank ", call->comm->rank());
-  if (count > 0 && arguments.update_running) update_running_statistics(arguments, moments, count);
-  call->count = moments.count;
-  call->reduce_backward = moments.ranks_wanting_gradient > 0;
-  return {apply_norm(input, arguments.weight, arguments.bias, moments, call), count};
+    kernels::kernels_for(moments.statistics.device())
+        .update_running(moments.statistics, count, arguments.momentum, arguments.running_mean,
+                        arguments.running_var);
+    if (num_batches_tracked.defined()) num_batches_tracked.add_(1);
+  };
+  return norm;
 }
 
 torch::Tensor normalize_with_running(const torch::Tensor& input,
                                      const BatchNormArguments& arguments) {
-  return torch::batch_norm(
+  auto y = torch::batch_norm(
       input, arguments.weight, arguments.bias, arguments.running_mean, arguments.running_var,
       /*training=*/false, /*momentum=*/0, arguments.eps, /*cudnn_enabled=*/false);
+  if (arguments.residual.defined()) y = y + arguments.residual;
+  return arguments.relu ? y.relu() : y;
 }
 
 torch::Tensor functional::sync_batch_norm(const torch::Tensor& input,
@@ -109,6 +102,8 @@ torch::Tensor functional::sync_batch_norm(const torch::Tensor& input,
   BatchNormArguments arguments;
   arguments.weight = options.weight();
   arguments.bias = options.bias();
+  arguments.residual = options.residual();
+  arguments.relu = options.relu();
   arguments.running_mean = running_mean;
   arguments.running_var = running_var;
   arguments.eps = options.eps();
@@ -119,7 +114,7 @@ torch::Tensor functional::sync_batch_norm(const torch::Tensor& input,
   check_batch_norm_input(input, input.defined() && input.dim() > 1 ? input.size(1) : 0, arguments);
   if (!options.training() && running_mean.defined())
     return normalize_with_running(input, arguments);
-  return normalize_with_batch(input, arguments).first;
+  return run_norm(prepare_batch_norm(input, arguments, {})).front();
 }
 
 }  // namespace syncnorm

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "nn/prepared_norm.h"
 #include "syncnorm/communicator.h"
 
 namespace syncnorm {
@@ -15,6 +16,8 @@ struct BatchNormArguments {
   torch::Tensor bias;
   torch::Tensor running_mean;
   torch::Tensor running_var;
+  torch::Tensor residual;
+  bool relu = false;
   double eps = 0;
   double momentum = 0;
   bool update_running = false;
@@ -27,10 +30,10 @@ struct BatchNormArguments {
 void check_batch_norm_input(const torch::Tensor& input, int64_t channels,
                             const BatchNormArguments& arguments);
 
-/// Normalises with the statistics of all ranks' batches; one collective. Returns the output and the
-/// values a channel.
-std::pair<torch::Tensor, double> normalize_with_batch(const torch::Tensor& input,
-                                                      const BatchNormArguments& arguments);
+/// Normalises with the statistics of all ranks' batches; one collective. `num_batches_tracked`, if
+/// defined, counts the batch where there was one.
+PreparedNorm prepare_batch_norm(const torch::Tensor& input, const BatchNormArguments& arguments,
+                                const torch::Tensor& num_batches_tracked);
 
 /// Normalises with the running statistics; no collective.
 torch::Tensor normalize_with_running(const torch::Tensor& input,

@@ -1,8 +1,8 @@
 #include "syncnorm/group_norm.h"
 
-#include "autograd/norm_function.h"
 #include "comm/signature.h"
 #include "nn/norm_checks.h"
+#include "nn/prepared_norm.h"
 #include "syncnorm/environment.h"
 
 namespace syncnorm {
@@ -78,23 +78,25 @@ torch::Tensor ParallelGroupNormImpl::forward(const torch::Tensor& input) {
   check_norm_parameter(bias, "bias", {mine.size}, input, name);
   check_eps(options.eps(), name);
 
-  auto call = c10::make_intrusive<NormCall>();
-  call->comm = statistics_;
-  call->module = name;
-  call->eps = options.eps();
-  call->layout = group_layout(input, groups_of(mine, channels / groups), groups);
+  PreparedNorm norm;
+  norm.comm = statistics_;
+  norm.name = name;
+  norm.part.eps = options.eps();
+  auto& layout = norm.part.layout;
+  layout = group_layout(input, groups_of(mine, channels / groups), groups);
   Signature details;
   details.add("norm", "group").add("channels", channels);
   if (options.split() == Split::channels) {
-    const int64_t space = call->layout.cells.inner;
-    details.add("space", space);
-    call->layout.count = torch::scalar_tensor(static_cast<double>(channels / groups * space),
-                                              input.options().dtype(torch::kDouble));
+    details.add("space", layout.cells.inner);
+    layout.count.all = static_cast<double>(channels / groups * layout.cells.inner);
   } else {
-    call->layout.sum_affine_gradients = weight.defined();
+    layout.sum_affine_gradients = weight.defined();
   }
-  const ModuleScope scope(name);
-  return normalize(input, weight, bias, call, details.text());
+  norm.tensors.x = input;
+  norm.tensors.weight = weight;
+  norm.tensors.bias = bias;
+  norm.tensors.details = details.text();
+  return run_norm(std::move(norm)).front();
 }
 
 void ParallelGroupNormImpl::pretty_print(std::ostream& stream) const {

@@ -1,8 +1,8 @@
 #include "syncnorm/qk_norm.h"
 
-#include "autograd/norm_function.h"
 #include "comm/signature.h"
 #include "nn/norm_checks.h"
+#include "nn/prepared_norm.h"
 #include "syncnorm/collectives.h"
 #include "syncnorm/environment.h"
 #include "syncnorm/linear.h"
@@ -112,11 +112,11 @@ std::pair<torch::Tensor, torch::Tensor> QKNormImpl::forward(const torch::Tensor&
   const int64_t heads = q_heads + k_heads;
   const auto x = torch::cat({q, k}, -2);
   const int64_t rows = c10::multiply_integers(x.sizes().slice(0, x.dim() - 2));
-  auto call = c10::make_intrusive<NormCall>();
-  call->comm = width ? comm_ : self_communicator();
-  call->module = name;
-  call->eps = options.eps();
-  auto& layout = call->layout;
+  PreparedNorm norm;
+  norm.comm = width ? comm_ : self_communicator();
+  norm.name = name;
+  norm.part.eps = options.eps();
+  auto& layout = norm.part.layout;
   layout.cells = {1, rows * heads, dim};
   layout.centered = options.norm() == NormKind::layer;
   layout.affine_rows = heads;
@@ -130,7 +130,7 @@ std::pair<torch::Tensor, torch::Tensor> QKNormImpl::forward(const torch::Tensor&
     part.slice(0, q_heads, heads).fill_(1);
     layout.slot_of_cell =
         (torch::arange(rows).mul(2).view({-1, 1}) + part).reshape({-1}).to(x.device());
-    layout.count =
+    layout.count.each =
         torch::tensor({static_cast<double>(q_shard_.extent), static_cast<double>(k_shard_.extent)},
                       torch::kDouble)
             .repeat({rows})
@@ -141,17 +141,18 @@ std::pair<torch::Tensor, torch::Tensor> QKNormImpl::forward(const torch::Tensor&
     layout.share = torch::tensor(counted, doubles).repeat({rows});
   } else {
     layout.unit = "heads";
-    layout.slots = layout.cells.slots;
-    layout.count = torch::scalar_tensor(static_cast<double>(dim), doubles);
+    layout.slots = layout.cells.cells;
+    layout.count.all = static_cast<double>(dim);
   }
-  const ModuleScope scope(name);
-  const auto details = Signature()
-                           .add("norm", layout.centered ? "layer" : "rms")
-                           .add("heads", options.heads())
-                           .add("key heads", options.kv_heads())
-                           .add("head_dim", dim)
-                           .text();
-  const auto y = normalize(x, weight_by_head(), {}, call, details);
+  norm.tensors.x = x;
+  norm.tensors.weight = weight_by_head();
+  norm.tensors.details = Signature()
+                             .add("norm", layout.centered ? "layer" : "rms")
+                             .add("heads", options.heads())
+                             .add("key heads", options.kv_heads())
+                             .add("head_dim", dim)
+                             .text();
+  const auto y = run_norm(std::move(norm)).front();
   return {y.narrow(-2, 0, q_heads), y.narrow(-2, q_heads, k_heads)};
 }
 

@@ -1,12 +1,12 @@
 #include "nn/row_norm.h"
 
-#include "autograd/norm_function.h"
 #include "comm/signature.h"
 #include "nn/norm_checks.h"
 
 namespace syncnorm {
 
-torch::Tensor row_norm(const torch::Tensor& input, const RowNormArguments& arguments) {
+PreparedNorm prepare_row_norm(const torch::Tensor& input, const torch::Tensor& residual,
+                              const RowNormArguments& arguments) {
   const auto& name = arguments.name;
   check_norm_input(input, name);
   TORCH_CHECK_VALUE(input.dim() > 0, name, ": expected an input [..., h], got a scalar");
@@ -18,19 +18,27 @@ torch::Tensor row_norm(const torch::Tensor& input, const RowNormArguments& argum
                     ": a bias needs a weight");
   check_eps(arguments.eps, name);
 
-  auto call = c10::make_intrusive<NormCall>();
-  call->comm = arguments.comm;
-  call->module = name;
-  call->eps = arguments.eps;
-  call->layout = row_layout(input, arguments.hidden, arguments.centered);
-  const ModuleScope scope(name);
-  const auto details = Signature()
-                           .add("norm", arguments.centered ? "layer" : "rms")
-                           .add("hidden", arguments.hidden)
-                           .add("unit offset", arguments.unit_offset ? "yes" : "no")
-                           .text();
-  return normalize(input, with_unit_offset(arguments.weight, arguments.unit_offset), arguments.bias,
-                   call, details);
+  TORCH_CHECK_VALUE(!residual.defined() || (residual.sizes() == input.sizes() &&
+                                            residual.scalar_type() == input.scalar_type() &&
+                                            residual.device() == input.device()),
+                    name, ": input and residual must have one shape and dtype, on one device");
+
+  PreparedNorm norm;
+  norm.comm = arguments.comm;
+  norm.name = name;
+  norm.part.eps = arguments.eps;
+  norm.part.layout = row_layout(input, arguments.hidden, arguments.centered);
+  norm.tensors.x = input;
+  norm.tensors.weight = with_unit_offset(arguments.weight, arguments.unit_offset);
+  norm.tensors.bias = arguments.bias;
+  norm.tensors.residual = residual;
+  norm.tensors.place = residual.defined() ? ResidualPlace::before : ResidualPlace::none;
+  norm.tensors.details = Signature()
+                             .add("norm", arguments.centered ? "layer" : "rms")
+                             .add("hidden", arguments.hidden)
+                             .add("unit offset", arguments.unit_offset ? "yes" : "no")
+                             .text();
+  return norm;
 }
 
 }  // namespace syncnorm

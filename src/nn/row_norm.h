@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "syncnorm/communicator.h"
+#include "nn/prepared_norm.h"
 
 namespace syncnorm {
 
@@ -21,7 +21,9 @@ struct RowNormArguments {
   std::string name;
 };
 
-/// Normalises the rows of `input` [..., h] with the statistics of the whole rows; one collective.
-torch::Tensor row_norm(const torch::Tensor& input, const RowNormArguments& arguments);
+/// Normalises the rows of `input` [..., h], or of `input + residual`, with the statistics of the
+/// whole rows; one collective. Gives the output, and the sum where there is one.
+PreparedNorm prepare_row_norm(const torch::Tensor& input, const torch::Tensor& residual,
+                              const RowNormArguments& arguments);
 
 }  // namespace syncnorm

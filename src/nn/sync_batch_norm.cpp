@@ -52,10 +52,13 @@ const std::string& SyncBatchNormImpl::display_name() const {
   return options.name().empty() ? default_name_ : options.name();
 }
 
-torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
+BatchNormArguments SyncBatchNormImpl::arguments_of(const torch::Tensor& input,
+                                                   const torch::Tensor& residual) {
   BatchNormArguments arguments;
   arguments.weight = weight;
   arguments.bias = bias;
+  arguments.residual = residual;
+  arguments.relu = options.relu();
   arguments.running_mean = running_mean;
   arguments.running_var = running_var;
   arguments.eps = options.eps();
@@ -64,16 +67,19 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
   arguments.name = display_name();
   check_batch_norm_input(input, options.num_features(), arguments);
   batch_norm_dims = batch_norm_dims == 0 ? dims_of(input) : batch_norm_dims;
-  if (!is_training() && running_mean.defined()) return normalize_with_running(input, arguments);
-
   arguments.update_running =
       is_training() && running_mean.defined() && !FreezeRunningStatsGuard::active();
   if (arguments.update_running)
     arguments.momentum = options.momentum().value_or(
         1.0 / static_cast<double>(num_batches_tracked.item<int64_t>() + 1));
-  auto [output, count] = normalize_with_batch(input, arguments);
-  if (arguments.update_running && count > 0) num_batches_tracked.add_(1);
-  return output;
+  return arguments;
+}
+
+torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input,
+                                         const torch::Tensor& residual) {
+  const auto arguments = arguments_of(input, residual);
+  if (!is_training() && running_mean.defined()) return normalize_with_running(input, arguments);
+  return run_norm(prepare_batch_norm(input, arguments, num_batches_tracked)).front();
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
@@ -85,7 +91,9 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
     stream << "cumulative average";
   }
   stream << ", affine=" << options.affine()
-         << ", track_running_stats=" << options.track_running_stats() << ")";
+         << ", track_running_stats=" << options.track_running_stats();
+  if (options.relu()) stream << ", relu=true";
+  stream << ")";
 }
 
 }  // namespace syncnorm

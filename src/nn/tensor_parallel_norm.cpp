@@ -43,14 +43,11 @@ RowNormArguments arguments_of(const Module& module, const torch::Tensor& input) 
   return arguments;
 }
 
-template <typename Module>
-NormAndResidual add_and_normalize(Module& module, const torch::Tensor& input,
-                                  const torch::Tensor& residual) {
-  TORCH_CHECK_VALUE(residual.defined() && input.sizes() == residual.sizes() &&
-                        input.scalar_type() == residual.scalar_type(),
-                    module.display_name(), ": input and residual must have one shape and dtype");
-  const auto sum = input + residual;
-  return {module.forward(sum), sum};
+NormAndResidual both(const std::vector<torch::Tensor>& outputs) { return {outputs[0], outputs[1]}; }
+
+torch::Tensor checked_residual(const torch::Tensor& residual, const std::string& name) {
+  TORCH_CHECK_VALUE(residual.defined(), name, ": the residual is undefined");
+  return residual;
 }
 
 }  // namespace
@@ -79,13 +76,18 @@ void TensorParallelLayerNormImpl::reset_parameters() {
   if (bias.defined()) torch::nn::init::zeros_(bias);
 }
 
+PreparedNorm TensorParallelLayerNormImpl::prepare(const torch::Tensor& input,
+                                                  const torch::Tensor& residual) {
+  return prepare_row_norm(input, residual, arguments_of(*this, input));
+}
+
 torch::Tensor TensorParallelLayerNormImpl::forward(const torch::Tensor& input) {
-  return row_norm(input, arguments_of(*this, input));
+  return run_norm(prepare(input, {})).front();
 }
 
 NormAndResidual TensorParallelLayerNormImpl::forward_residual(const torch::Tensor& input,
                                                               const torch::Tensor& residual) {
-  return add_and_normalize(*this, input, residual);
+  return both(run_norm(prepare(input, checked_residual(residual, display_name()))));
 }
 
 void TensorParallelLayerNormImpl::pretty_print(std::ostream& stream) const {
@@ -113,16 +115,21 @@ void TensorParallelRMSNormImpl::reset_parameters() {
   if (bias.defined()) torch::nn::init::zeros_(bias);
 }
 
-torch::Tensor TensorParallelRMSNormImpl::forward(const torch::Tensor& input) {
+PreparedNorm TensorParallelRMSNormImpl::prepare(const torch::Tensor& input,
+                                                const torch::Tensor& residual) {
   auto arguments = arguments_of(*this, input);
   arguments.centered = false;
   arguments.unit_offset = options.unit_offset();
-  return row_norm(input, arguments);
+  return prepare_row_norm(input, residual, arguments);
+}
+
+torch::Tensor TensorParallelRMSNormImpl::forward(const torch::Tensor& input) {
+  return run_norm(prepare(input, {})).front();
 }
 
 NormAndResidual TensorParallelRMSNormImpl::forward_residual(const torch::Tensor& input,
                                                             const torch::Tensor& residual) {
-  return add_and_normalize(*this, input, residual);
+  return both(run_norm(prepare(input, checked_residual(residual, display_name()))));
 }
 
 void TensorParallelRMSNormImpl::pretty_print(std::ostream& stream) const {
@@ -141,7 +148,7 @@ torch::Tensor functional::tensor_parallel_layer_norm(
   arguments.eps = options.eps();
   arguments.comm = communicator_or_world(options.communicator(), options.name());
   arguments.name = options.name();
-  return row_norm(input, arguments);
+  return run_norm(prepare_row_norm(input, {}, arguments)).front();
 }
 
 torch::Tensor functional::tensor_parallel_rms_norm(
@@ -155,7 +162,7 @@ torch::Tensor functional::tensor_parallel_rms_norm(
   arguments.unit_offset = options.unit_offset();
   arguments.comm = communicator_or_world(options.communicator(), options.name());
   arguments.name = options.name();
-  return row_norm(input, arguments);
+  return run_norm(prepare_row_norm(input, {}, arguments)).front();
 }
 
 }  // namespace syncnorm

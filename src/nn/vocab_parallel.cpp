@@ -5,7 +5,7 @@
 #include <limits>
 #include <numeric>
 
-#include "autograd/layout.h"
+#include "kernels/layout.h"
 #include "nn/init.h"
 #include "nn/shards.h"
 #include "syncnorm/collectives.h"

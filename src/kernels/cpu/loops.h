@@ -2,61 +2,139 @@
 
 #include <cstdint>
 
-/// The inner loops, one contiguous run of memory each, compiled for several instruction sets and
-/// chosen when the library is loaded. No torch header: they compile in a second. `float` and
-/// `double` overloads of each.
+/// The inner loops of the CPU kernels: one source (loops.inl), compiled for several instruction
+/// sets and chosen at run time. No torch header: they compile in seconds.
+///
+/// Loads widen to, and stores round from, the dtype of computation: float for half types. Sums are
+/// kept in lanes of that dtype over blocks of a few thousand values and added up in double.
 namespace syncnorm::kernels::loops {
+
+/// Bit patterns of the half types, as they lie in tensors.
+struct bfloat16 {
+  uint16_t bits;
+};
+struct half {
+  uint16_t bits;
+};
+
+template <typename T>
+struct compute {
+  using type = float;
+};
+template <>
+struct compute<double> {
+  using type = double;
+};
+template <typename T>
+using compute_t = typename compute<T>::type;
 
 struct Sums {
   double first = 0;
   double second = 0;
 };
 
-/// xhat = (x - center)*scale + shift.
-struct Affine {
-  double center = 0;
-  double scale = 1;
-  double shift = 0;
+/// Coefficients of one slot's run, or arrays of them, one value a slot, where slots lie side by
+/// side.
+///
+/// The normalised value is xhat = (x - center)*rstd + shift: center is the part of the mean that
+/// the dtype holds, so that subtracting it costs x no digits; the rest of the mean is in shift.
+/// Before an activation the output is (x - center)*scale + offset, and
+/// dx = a*g + b*((x - center)*rstd) + c for the gradient g that passed the activation.
+template <typename V>
+struct Coefficients {
+  V center, rstd, shift, scale, offset, a, b, c;
+};
+
+/// Which elements' gradients a ReLU lets through: all; those whose output, computed again, is
+/// positive; those whose given output is positive.
+enum class Gate : uint8_t { open, recompute, output };
+
+/// Rows that are summed together, so that sums of columns are loaded and stored once for all.
+constexpr int kRowsTogether = 4;
+
+/// Chunk of rows whose float sums are added to the double ones.
+constexpr int64_t kChunkRows = 64;
+
+template <typename T>
+struct Loops {
+  using A = compute_t<T>;
+
+  /// sum(x - center), sum((x - center)^2) of one run. The sums are taken about a value near the
+  /// run's own mean and moved to `center` in double.
+  Sums (*moments)(const T* x, int64_t n, double center);
+  /// 0, sum(x^2).
+  Sums (*squares)(const T* x, int64_t n);
+  /// The same as `moments` for slots side by side: [rows, slots] added into first, second [slots].
+  /// `scratch`: [3, slots].
+  void (*moments_rows)(const T* x, int64_t rows, int64_t slots, const double* center, double* first,
+                       double* second, A* scratch);
+
+  /// y = activation((x - center)*scale + offset + residual); residual may be null.
+  void (*apply)(const T* x, const T* residual, int64_t n, const Coefficients<A>& k, bool relu,
+                T* y);
+  void (*apply_rows)(const T* x, const T* residual, int64_t rows, int64_t slots,
+                     const Coefficients<const A*>& k, bool relu, T* y);
+  /// y = xhat*weight + bias by column; bias, or both, may be null.
+  void (*apply_columns)(const T* x, int64_t n, const Coefficients<A>& k, const A* weight,
+                        const A* bias, T* y);
+
+  /// sum(g), sum(g*xhat) of one run, g the gradient that passes `gate`; `output` for Gate::output.
+  Sums (*backward_sums)(const T* x, const T* dy, const T* output, int64_t n,
+                        const Coefficients<A>& k, Gate gate);
+  /// The same for slots side by side, added into first, second [slots]; `scratch`: [2, slots].
+  void (*backward_sums_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
+                             const Coefficients<const A*>& k, Gate gate, double* first,
+                             double* second, A* scratch);
+  /// Of `rows` <= kChunkRows runs of n that begin `stride` apart: sums[r] = sum(g), sum(g*xhat)
+  /// with g = dy*weight; dweight[n] += dy*xhat, dbias[n] += dy where not null. k: one for each row.
+  void (*backward_sums_columns)(const T* x, const T* dy, int64_t rows, int64_t n, int64_t stride,
+                                const Coefficients<A>* k, const A* weight, A* dweight, A* dbias,
+                                Sums* sums);
+
+  /// dx = a*g + b*((x - center)*rstd) + c; dresidual = g where not null.
+  void (*backward_apply)(const T* x, const T* dy, const T* output, int64_t n,
+                         const Coefficients<A>& k, Gate gate, T* dx, T* dresidual);
+  void (*backward_apply_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
+                              const Coefficients<const A*>& k, Gate gate, T* dx, T* dresidual);
+  /// dx = a*dy*weight + b*((x - center)*rstd) + c + extra; weight and extra may be null.
+  void (*backward_apply_columns)(const T* x, const T* dy, int64_t n, const Coefficients<A>& k,
+                                 const A* weight, const T* extra, T* dx);
+
+  /// sum = x + residual, rounded to T.
+  void (*add)(const T* x, const T* residual, int64_t n, T* sum);
+};
+
+struct Tables {
+  Loops<float> of_float;
+  Loops<double> of_double;
+  Loops<bfloat16> of_bfloat16;
+  Loops<half> of_half;
 };
 
 template <typename T>
-struct BackwardCoefficients {
-  T center, scale, a, b, c;
+const Loops<T>& of(const Tables& tables);
+template <>
+inline const Loops<float>& of(const Tables& tables) {
+  return tables.of_float;
+}
+template <>
+inline const Loops<double>& of(const Tables& tables) {
+  return tables.of_double;
+}
+template <>
+inline const Loops<bfloat16>& of(const Tables& tables) {
+  return tables.of_bfloat16;
+}
+template <>
+inline const Loops<half>& of(const Tables& tables) {
+  return tables.of_half;
+}
+
+/// The widest instruction set that library and machine have, or what SYNCNORM_CPU names.
+struct Capability {
+  const char* name;
+  const Tables* tables;
 };
-
-#define SYNCNORM_DECLARE_LOOPS(T)                                                                 \
-  /* sum(x - center), sum((x - center)^2) of one slot's run */                                    \
-  Sums moments(const T* x, int64_t n, double center);                                             \
-  /* sum(dy), sum(dy * (x - center)) of one slot's run */                                         \
-  Sums backward_sums(const T* x, const T* dy, int64_t n, double center);                          \
-  /* y = (x - center)*scale + shift */                                                            \
-  void apply(const T* x, int64_t n, T center, T scale, T shift, T* y);                            \
-  /* dx = a*dy + b*((x - center)*scale) + c */                                                    \
-  void backward_apply(const T* x, const T* dy, int64_t n, const BackwardCoefficients<T>& k,       \
-                      T* dx);                                                                     \
-  /* The three with scale and shift by position; null pointers are left out (a bias only with a   \
-   * weight). dweight += dy*xhat, dbias += dy, both or neither null. */                           \
-  void apply_columns(const T* x, int64_t n, T center, T scale, T shift, const T* weight,          \
-                     const T* bias, T* y);                                                        \
-  Sums backward_sums_columns(const T* x, const T* dy, int64_t n, const Affine& affine,            \
-                             const T* weight, double* dweight, double* dbias);                    \
-  void backward_apply_columns(const T* x, const T* dy, int64_t n,                                 \
-                              const BackwardCoefficients<T>& k, const T* weight, T* dx);          \
-  /* The same with slots side by side in memory: adds rows x slots elements into first[slots],    \
-   * second[slots] */                                                                             \
-  void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center, double* first, \
-                    double* second);                                                              \
-  void backward_sums_rows(const T* x, const T* dy, int64_t rows, int64_t slots,                   \
-                          const double* center, double* first, double* second);                   \
-  /* coefficients: (center, scale, shift) and (center, scale, a, b, c), [slots] each, one after   \
-   * the other                                                                                    \
-   */                                                                                             \
-  void apply_rows(const T* x, int64_t rows, int64_t slots, const T* coefficients, T* y);          \
-  void backward_apply_rows(const T* x, const T* dy, int64_t rows, int64_t slots,                  \
-                           const T* coefficients, T* dx);
-
-SYNCNORM_DECLARE_LOOPS(float)
-SYNCNORM_DECLARE_LOOPS(double)
-#undef SYNCNORM_DECLARE_LOOPS
+const Capability& capability();
 
 }  // namespace syncnorm::kernels::loops

@@ -5,9 +5,27 @@
 #include <optional>
 #include <vector>
 
-#include "kernels/kernels.h"
-
 namespace syncnorm {
+
+/// How a dense tensor's memory is cut into cells: element (o, c, i) of [outer, cells, inner] lies
+/// at (o*cells + c)*inner + i. NCHW batch norm is [N, C, H*W], channels-last [N*H*W, C, 1], rows of
+/// a hidden dimension [1, rows, hidden].
+struct CellLayout {
+  int64_t outer = 0;
+  int64_t cells = 0;
+  int64_t inner = 0;
+
+  int64_t numel() const { return outer * cells * inner; }
+};
+
+/// Values a slot holds over all ranks.
+struct SlotCount {
+  double all = 0;   ///< the same for every slot
+  at::Tensor each;  ///< or double [slots]
+
+  /// Something to divide sums by: at least 1, since sums of nothing must stay zero, not NaN.
+  at::Tensor divisor(const at::Tensor& like) const;
+};
 
 /// What a norm is, as data: how the elements of its input belong to slots, and how weight and bias
 /// belong to elements.
@@ -15,19 +33,19 @@ namespace syncnorm {
 /// The input, in row-major order, is [outer, cells, inner]. Statistics belong to slots; a slot is a
 /// cell or the union of several.
 struct NormLayout {
-  kernels::SlotLayout cells;
+  CellLayout cells;
   const char* unit = "slots";  ///< what error messages call a slot
   int64_t slots = 0;
   at::Tensor slot_of_cell;  ///< int64 [cells]; undefined: each cell is a slot of its own
 
   /// Cell c takes row c % affine_rows of the weight, which is [affine_rows] or, `by_column`,
-  /// [affine_rows, inner].
+  /// [affine_rows, inner]. By column only with outer == 1.
   int64_t affine_rows = 1;
   bool by_column = false;
 
-  /// Values a slot holds over all ranks, double [] or [slots], where that is known beforehand;
-  /// otherwise the ranks' `values` are added up and shared out to `slots_of_values` slots.
-  at::Tensor count;
+  /// Values a slot holds over all ranks, where that is known beforehand; otherwise (zero) the
+  /// ranks' `values` are added up and shared out to `slots_of_values` slots.
+  SlotCount count;
   int64_t values = 0;
   int64_t slots_of_values = 1;
   std::optional<int64_t> total_values;  ///< what `values` must add up to, where that is known
@@ -42,6 +60,10 @@ struct NormLayout {
 
   bool centered = true;
   bool keeps_format = false;  ///< channels-last memory is read as it is
+
+  int64_t sums() const { return centered ? 2 : 1; }  ///< that travel for each slot
+  /// Of [2, affine_rows] or [2, affine_rows, inner], the gradients of bias and weight.
+  std::vector<int64_t> affine_shape() const;
 
   at::Tensor to_slots(const at::Tensor& of_cells) const;  ///< sums [k, cells] to [k, slots]
   at::Tensor to_cells(const at::Tensor& of_slots) const;  ///< spreads [slots] to [cells]
@@ -65,16 +87,17 @@ NormLayout row_layout(const at::Tensor& x, int64_t hidden, bool centered);
 NormLayout group_layout(const at::Tensor& x, const std::vector<int64_t>& group_of_channel,
                         int64_t groups);
 
-/// A norm's input as the kernels read it: dense, in the dtype that is computed in.
+/// A norm's input as the kernels read it: dense.
 struct NormInput {
   NormInput(const at::Tensor& tensor, const NormLayout& norm);
 
   /// `tensor`, of the same shape, brought to the same memory order and dtype.
   at::Tensor match(const at::Tensor& tensor) const;
+  at::Tensor empty_like() const { return at::empty_like(data, data.options(), format); }
 
   at::Tensor data;
   at::MemoryFormat format;
-  kernels::SlotLayout layout;  ///< as it lies in memory; the same slots as NormLayout::cells
+  CellLayout layout;  ///< as it lies in memory; the same cells as NormLayout::cells
 };
 
 /// float for half and bfloat16, otherwise `dtype`.

@@ -1,6 +1,18 @@
-#include "autograd/layout.h"
+#include "kernels/layout.h"
+
+#include <algorithm>
 
 namespace syncnorm {
+
+at::Tensor SlotCount::divisor(const at::Tensor& like) const {
+  if (each.defined()) return each.clamp_min(1);
+  return at::scalar_tensor(std::max(all, 1.0), like.options().dtype(at::kDouble));
+}
+
+std::vector<int64_t> NormLayout::affine_shape() const {
+  if (by_column) return {2, affine_rows, cells.inner};
+  return {2, affine_rows};
+}
 
 at::Tensor NormLayout::to_slots(const at::Tensor& of_cells) const {
   if (!slot_of_cell.defined()) return of_cells;
@@ -13,28 +25,28 @@ at::Tensor NormLayout::to_cells(const at::Tensor& of_slots) const {
 }
 
 at::Tensor NormLayout::affine_to_cells(const at::Tensor& values) const {
-  if (cells.slots == affine_rows) return values;
+  if (cells.cells == affine_rows) return values;
   return values.view({1, affine_rows})
-      .expand({cells.slots / affine_rows, affine_rows})
-      .reshape({cells.slots});
+      .expand({cells.cells / affine_rows, affine_rows})
+      .reshape({cells.cells});
 }
 
 at::Tensor NormLayout::cells_to_affine(const at::Tensor& of_cells) const {
-  if (cells.slots == affine_rows) return of_cells;
-  return of_cells.view({cells.slots / affine_rows, affine_rows}).sum(0);
+  if (cells.cells == affine_rows) return of_cells;
+  return of_cells.view({cells.cells / affine_rows, affine_rows}).sum(0);
 }
 
 at::Tensor NormLayout::spread_affine(const at::Tensor& values) const {
   if (!by_column) return affine_to_cells(values).view({1, -1, 1});
-  const int64_t repeats = affine_rows > 0 ? cells.slots / affine_rows : 0;
+  const int64_t repeats = affine_rows > 0 ? cells.cells / affine_rows : 0;
   return values.reshape({1, affine_rows, cells.inner})
       .expand({repeats, affine_rows, cells.inner})
-      .reshape({1, cells.slots, cells.inner});
+      .reshape({1, cells.cells, cells.inner});
 }
 
 at::Tensor NormLayout::sum_affine(const at::Tensor& of_elements) const {
   if (!by_column) return cells_to_affine(of_elements.sum(at::IntArrayRef{0, 2}));
-  const int64_t repeats = affine_rows > 0 ? cells.slots / affine_rows : 0;
+  const int64_t repeats = affine_rows > 0 ? cells.cells / affine_rows : 0;
   return of_elements.reshape({repeats, affine_rows, cells.inner}).sum(0);
 }
 
@@ -54,9 +66,9 @@ NormLayout row_layout(const at::Tensor& x, int64_t hidden, bool centered) {
   const auto leading = x.sizes().slice(0, x.dim() - 1);
   norm.cells = {1, c10::multiply_integers(leading), x.size(-1)};
   norm.unit = "rows";
-  norm.slots = norm.cells.slots;
+  norm.slots = norm.cells.cells;
   norm.by_column = true;
-  norm.count = at::scalar_tensor(static_cast<double>(hidden), x.options().dtype(at::kDouble));
+  norm.count.all = static_cast<double>(hidden);
   norm.values = x.size(-1);
   norm.total_values = hidden;
   norm.centered = centered;
@@ -85,16 +97,15 @@ at::ScalarType compute_dtype(at::ScalarType dtype) {
 }
 
 NormInput::NormInput(const at::Tensor& tensor, const NormLayout& norm)
-    : data(tensor.detach()),
-      format(norm.keeps_format ? tensor.suggest_memory_format() : at::MemoryFormat::Contiguous),
+    : format(norm.keeps_format ? tensor.suggest_memory_format() : at::MemoryFormat::Contiguous),
       layout(norm.cells) {
-  data = data.to(compute_dtype(tensor.scalar_type())).contiguous(format);
+  data = tensor.contiguous(format);
   if (format != at::MemoryFormat::Contiguous)
-    layout = {layout.outer * layout.inner, layout.slots, 1};
+    layout = {layout.outer * layout.inner, layout.cells, 1};
 }
 
 at::Tensor NormInput::match(const at::Tensor& tensor) const {
-  return tensor.detach().to(data.scalar_type()).contiguous(format);
+  return tensor.to(data.scalar_type()).contiguous(format);
 }
 
 }  // namespace syncnorm

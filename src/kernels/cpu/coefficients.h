@@ -1,0 +1,124 @@
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/cpu/loops.h"
+#include "kernels/kernels.h"
+
+namespace syncnorm::kernels {
+
+/// A tensor's values in the dtype of computation: its own memory where that will do.
+template <typename A>
+class Values {
+ public:
+  explicit Values(const at::Tensor& tensor)
+      : held_(tensor.defined() ? tensor.to(c10::CppTypeToScalarType<A>::value).contiguous()
+                               : at::Tensor()) {}
+  const A* data() const { return held_.defined() ? held_.const_data_ptr<A>() : nullptr; }
+
+ private:
+  at::Tensor held_;
+};
+
+inline const int64_t* slot_map(const NormLayout& layout) {
+  return layout.slot_of_cell.defined() ? layout.slot_of_cell.const_data_ptr<int64_t>() : nullptr;
+}
+
+/// Values a slot, at least 1.
+class Counts {
+ public:
+  explicit Counts(const SlotCount& count)
+      : all_(std::max(count.all, 1.0)),
+        each_(count.each.defined() ? count.each.const_data_ptr<double>() : nullptr) {}
+  double operator[](int64_t slot) const {
+    return each_ == nullptr ? all_ : std::max(each_[slot], 1.0);
+  }
+
+ private:
+  double all_;
+  const double* each_;
+};
+
+/// The coefficients of every cell, see loops::Coefficients. With a weight by column, scale and
+/// offset are without it.
+template <typename A>
+class CellCoefficients {
+ public:
+  /// Those of the forward; a, b, c are left out.
+  explicit CellCoefficients(const Norm& norm)
+      : cells_(norm.layout.cells.cells), values_(5 * cells_) {
+    fill(norm, [](int64_t, int64_t, double, double, double) {});
+  }
+
+  /// All, for the ranks' `sums` of the backward.
+  CellCoefficients(const Norm& norm, const at::Tensor& sums, const SlotCount& count)
+      : cells_(norm.layout.cells.cells), values_(8 * cells_) {
+    const auto& layout = norm.layout;
+    const auto* first = sums.const_data_ptr<double>();
+    const auto* second = first + (layout.sums() - 1) * layout.slots;
+    const auto* share = layout.share.defined() ? layout.share.const_data_ptr<double>() : nullptr;
+    const Counts counts(count);
+    fill(norm, [&](int64_t cell, int64_t slot, double rstd, double shift, double scale) {
+      const double correction = (share == nullptr ? rstd : rstd * share[cell]) / counts[slot];
+      const double b = -correction * second[slot];
+      at(kA)[cell] = static_cast<A>(scale);
+      at(kB)[cell] = static_cast<A>(b);
+      at(kC)[cell] = static_cast<A>(b * shift - (layout.centered ? correction * first[slot] : 0));
+    });
+  }
+
+  loops::Coefficients<A> operator[](int64_t cell) const {
+    const auto value = [&](int64_t row) { return row < rows() ? at(row)[cell] : A(0); };
+    return {value(kCenter), value(kRstd), value(kShift), value(kScale),
+            value(kOffset), value(kA),    value(kB),     value(kC)};
+  }
+  loops::Coefficients<const A*> arrays() const {
+    const auto row = [&](int64_t r) { return r < rows() ? at(r) : nullptr; };
+    return {row(kCenter), row(kRstd), row(kShift), row(kScale),
+            row(kOffset), row(kA),    row(kB),     row(kC)};
+  }
+
+ private:
+  enum Row : int64_t { kCenter, kRstd, kShift, kScale, kOffset, kA, kB, kC };
+
+  int64_t rows() const { return cells_ == 0 ? 0 : static_cast<int64_t>(values_.size()) / cells_; }
+  A* at(int64_t row) { return values_.data() + row * cells_; }
+  const A* at(int64_t row) const { return values_.data() + row * cells_; }
+
+  template <typename More>
+  void fill(const Norm& norm, More&& more) {
+    const auto& layout = norm.layout;
+    const auto* mean = norm.statistics.const_data_ptr<double>();
+    const auto* rstd = mean + kernels::kRstd * layout.slots;
+    const auto* slots = slot_map(layout);
+    const Values<A> weight(layout.by_column ? at::Tensor() : norm.weight);
+    const Values<A> bias(layout.by_column ? at::Tensor() : norm.bias);
+    for (int64_t cell = 0; cell < cells_; ++cell) {
+      const int64_t slot = slots == nullptr ? cell : slots[cell];
+      const int64_t row = cell % layout.affine_rows;
+      const auto center = static_cast<A>(mean[slot]);
+      const double shift = (static_cast<double>(center) - mean[slot]) * rstd[slot];
+      const double w = weight.data() == nullptr ? 1 : static_cast<double>(weight.data()[row]);
+      at(kCenter)[cell] = center;
+      at(kRstd)[cell] = static_cast<A>(rstd[slot]);
+      at(kShift)[cell] = static_cast<A>(shift);
+      at(kScale)[cell] = static_cast<A>(rstd[slot] * w);
+      at(kOffset)[cell] = static_cast<A>(
+          shift * w + (bias.data() == nullptr ? 0 : static_cast<double>(bias.data()[row])));
+      more(cell, slot, rstd[slot], shift, rstd[slot] * w);
+    }
+  }
+
+  int64_t cells_;
+  std::vector<A> values_;
+};
+
+/// KernelSet::finish and update_running.
+bool finish_statistics(const at::Tensor& sums, const NormLayout& layout, const at::Tensor& center,
+                       const SlotCount& count, const Precision& precision,
+                       const at::Tensor& statistics);
+void update_running_statistics(const at::Tensor& statistics, double count, double momentum,
+                               const at::Tensor& running_mean, const at::Tensor& running_var);
+
+}  // namespace syncnorm::kernels

@@ -1,0 +1,2 @@
+#define SYNCNORM_CAPABILITY avx2
+#include "kernels/cpu/loops.inl"

@@ -1,0 +1,2 @@
+#define SYNCNORM_CAPABILITY avx512
+#include "kernels/cpu/loops.inl"

@@ -1,0 +1,2 @@
+#define SYNCNORM_CAPABILITY baseline
+#include "kernels/cpu/loops.inl"

@@ -1,0 +1,201 @@
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/cpu/loops.h"
+#include "kernels/kernels.h"
+
+/// How the loops are spread over threads, and how what they sum is put together. Everything is cut
+/// into the same pieces whatever the number of threads, and pieces are added in order.
+namespace syncnorm::kernels::passes {
+
+/// A task's share: enough work to outweigh starting it.
+constexpr int64_t kGrain = 32 * 1024;
+
+/// Longest piece of one run or of some rows.
+constexpr int64_t kPiece = 64 * 1024;
+
+inline int64_t pieces_of(int64_t n, int64_t piece) { return (n + piece - 1) / piece; }
+
+inline int64_t grain_of_runs(int64_t inner) {
+  return std::max<int64_t>(1, kGrain / std::max<int64_t>(inner, 1));
+}
+
+template <typename T>
+const T* data(const at::Tensor& tensor) {
+  return tensor.defined() ? static_cast<const T*>(tensor.const_data_ptr()) : nullptr;
+}
+
+template <typename T>
+T* mutable_data(const at::Tensor& tensor) {
+  return tensor.defined() ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+template <typename T>
+T* advance(T* values, int64_t by) {
+  return values == nullptr ? nullptr : values + by;
+}
+
+/// Calls body(T()) for the element type of `tensor`.
+template <typename Body>
+void dispatch(const at::Tensor& tensor, Body&& body) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return body(float());
+    case at::kDouble:
+      return body(double());
+    case at::kBFloat16:
+      return body(loops::bfloat16());
+    case at::kHalf:
+      return body(loops::half());
+    default:
+      TORCH_INTERNAL_ASSERT(false, "a norm of ", tensor.scalar_type());
+  }
+}
+
+/// x + residual, written to `sum` as it is read; or nothing to add.
+template <typename T>
+struct Addition {
+  const T* residual = nullptr;
+  T* sum = nullptr;
+
+  /// Where to read elements [at, at + n) of the sum, of x where there is nothing to add.
+  const T* apply(const loops::Loops<T>& loops, const T* x, int64_t at, int64_t n) const {
+    if (sum == nullptr) return x + at;
+    loops.add(x + at, residual + at, n, sum + at);
+    return sum + at;
+  }
+};
+
+/// Adds sum(offset, length, cell) of every run's pieces to its cell, in order.
+template <typename Sum>
+std::vector<loops::Sums> sum_runs(const CellLayout& layout, Sum&& sum) {
+  const int64_t pieces = std::max<int64_t>(1, pieces_of(layout.inner, kPiece));
+  const int64_t runs = layout.outer * layout.cells;
+  std::vector<loops::Sums> partial(runs * pieces);
+  at::parallel_for(0, runs * pieces, grain_of_runs(std::min(layout.inner, kPiece)),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t p = begin; p < end; ++p) {
+                       const int64_t run = p / pieces, start = p % pieces * kPiece;
+                       partial[p] = sum(run * layout.inner + start,
+                                        std::min(kPiece, layout.inner - start), run % layout.cells);
+                     }
+                   });
+  if (layout.outer == 1 && pieces == 1) return partial;
+  std::vector<loops::Sums> of_cells(layout.cells);
+  for (int64_t p = 0; p < runs * pieces; ++p) {
+    auto& cell = of_cells[p / pieces % layout.cells];
+    cell.first += partial[p].first;
+    cell.second += partial[p].second;
+  }
+  return of_cells;
+}
+
+/// Adds up sum(first_row, rows, first, second, scratch) over pieces of rows; `scratch` has room for
+/// `width` values of A a cell.
+template <typename A, typename Sum>
+std::vector<loops::Sums> sum_rows(const CellLayout& layout, int64_t width, Sum&& sum, A /*tag*/) {
+  const int64_t cells = layout.cells;
+  const int64_t chunks =
+      std::max<int64_t>(1, kPiece / std::max<int64_t>(cells, 1) / loops::kChunkRows);
+  const int64_t rows_each = chunks * loops::kChunkRows;
+  const int64_t pieces = pieces_of(layout.outer, rows_each);
+  std::vector<double> partial(pieces * 2 * cells);
+  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    std::vector<A> scratch(width * cells);
+    for (int64_t p = begin; p < end; ++p) {
+      auto* first = partial.data() + p * 2 * cells;
+      sum(p * rows_each, std::min(rows_each, layout.outer - p * rows_each), first, first + cells,
+          scratch.data());
+    }
+  });
+  std::vector<loops::Sums> of_cells(cells);
+  for (int64_t p = 0; p < pieces; ++p)
+    for (int64_t c = 0; c < cells; ++c) {
+      of_cells[c].first += partial[p * 2 * cells + c];
+      of_cells[c].second += partial[(p * 2 + 1) * cells + c];
+    }
+  return of_cells;
+}
+
+/// Sums of every cell, and into `of_affine` [2, rows, inner], if defined, those of every column:
+/// pieces of cells add up columns of their own.
+template <typename T, typename CoefficientsOf>
+std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& layout,
+                                     const loops::compute_t<T>* weight,
+                                     CoefficientsOf&& coefficients, const at::Tensor& of_affine) {
+  using A = loops::compute_t<T>;
+  constexpr int64_t kMostPieces = 64;  // bounds the memory of the columns' partial sums
+  const auto& loops = loops::of<T>(*loops::capability().tables);
+  const int64_t inner = layout.cells.inner, rows = layout.affine_rows, width = rows * inner;
+  const int64_t repeats = rows == 0 ? 0 : layout.cells.cells / rows;
+  const int64_t least = std::max(kPiece / std::max<int64_t>(width, 1), repeats / kMostPieces);
+  const int64_t each =
+      pieces_of(std::max<int64_t>(least, 1), loops::kChunkRows) * loops::kChunkRows;
+  const int64_t pieces = pieces_of(repeats, each);
+  const bool wanted = of_affine.defined();
+  std::vector<loops::Sums> of_cells(layout.cells.cells);
+  std::vector<double> partial(wanted ? pieces * 2 * width : 0);
+  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    std::vector<A> scratch(wanted ? 2 * inner : 0);
+    for (int64_t p = begin; p < end; ++p)
+      for (int64_t start = p * each; start < std::min(repeats, (p + 1) * each);
+           start += loops::kChunkRows) {
+        const int64_t count = std::min(loops::kChunkRows, repeats - start);
+        for (int64_t row = 0; row < rows; ++row) {
+          loops::Coefficients<A> k[loops::kChunkRows];
+          loops::Sums sums[loops::kChunkRows];
+          for (int64_t r = 0; r < count; ++r) k[r] = coefficients((start + r) * rows + row);
+          const int64_t at = (start * rows + row) * inner;
+          std::fill(scratch.begin(), scratch.end(), A(0));
+          auto* dbias = wanted ? scratch.data() : nullptr;
+          auto* dweight = wanted ? scratch.data() + inner : nullptr;
+          loops.backward_sums_columns(x + at, dy + at, count, inner, width, k,
+                                      advance(weight, row * inner), dweight, dbias, sums);
+          for (int64_t r = 0; r < count; ++r) of_cells[(start + r) * rows + row] = sums[r];
+          if (!wanted) continue;
+          auto* to = partial.data() + p * 2 * width + row * inner;
+          for (int64_t i = 0; i < inner; ++i) {
+            to[i] += static_cast<double>(dbias[i]);
+            to[width + i] += static_cast<double>(dweight[i]);
+          }
+        }
+      }
+  });
+  if (!wanted) return of_cells;
+  auto* to = of_affine.data_ptr<double>();
+  std::fill_n(to, 2 * width, 0.0);
+  for (int64_t p = 0; p < pieces; ++p)
+    for (int64_t i = 0; i < 2 * width; ++i) to[i] += partial[p * 2 * width + i];
+  return of_cells;
+}
+
+/// Adds the sums of cells, times `share` and the `weight` of their row where given, to slots:
+/// double [layout.sums(), slots].
+void fold(const std::vector<loops::Sums>& of_cells, const NormLayout& layout,
+          const at::Tensor& share, const double* weight, const at::Tensor& of_slots);
+
+/// Adds the sums of cells to the rows of bias and weight: double [2, affine_rows].
+void fold_affine(const std::vector<loops::Sums>& of_cells, const NormLayout& layout,
+                 const at::Tensor& of_affine);
+
+/// Calls body(offset, cell) for every run.
+template <typename Body>
+void for_runs(const CellLayout& layout, Body&& body) {
+  at::parallel_for(0, layout.outer * layout.cells, grain_of_runs(layout.inner),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t r = begin; r < end; ++r) body(r * layout.inner, r % layout.cells);
+                   });
+}
+
+/// Calls body(offset, rows) for pieces of rows.
+template <typename Body>
+void for_rows(const CellLayout& layout, Body&& body) {
+  at::parallel_for(0, layout.outer, grain_of_runs(layout.cells),
+                   [&](int64_t begin, int64_t end) { body(begin * layout.cells, end - begin); });
+}
+
+}  // namespace syncnorm::kernels::passes

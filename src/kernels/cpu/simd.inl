@@ -1,0 +1,138 @@
+// Vectors of the widest kind that the instruction set of this compilation has. Included by
+// loops.inl inside its namespace.
+
+namespace stdx = std::experimental;
+
+template <typename A>
+using Vec = stdx::native_simd<A>;
+using Bits = stdx::rebind_simd_t<uint32_t, Vec<float>>;
+
+/// How much of a vector to touch: all of it, or the first `count` lanes.
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+template <typename A>
+constexpr int64_t lanes = static_cast<int64_t>(Vec<A>::size());
+
+template <typename A>
+auto first_lanes(Part part) {
+  return Vec<A>([](auto i) { return static_cast<A>(int(i)); }) < static_cast<A>(part.count);
+}
+
+INLINE float widen_one(half value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  uint32_t bits = magnitude << 13;
+  if (magnitude >= 0x7c00u) {
+    bits |= 0x7f800000u;  // infinity and NaN
+  } else {
+    float scaled;
+    std::memcpy(&scaled, &bits, sizeof scaled);
+    scaled *= 0x1p112f;  // from half's exponent bias to float's; subnormals become normal
+    std::memcpy(&bits, &scaled, sizeof bits);
+  }
+  bits |= sign;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+/// Round to nearest, ties to even.
+INLINE half narrow_one(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
+  if (magnitude >= 0x47800000u) return {static_cast<uint16_t>(sign | 0x7c00u)};
+  if (magnitude < 0x38800000u) {  // a multiple of 2^-24: adding 0.5 rounds there
+    float shifted;
+    std::memcpy(&shifted, &magnitude, sizeof shifted);
+    shifted += 0.5f;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    return {static_cast<uint16_t>(sign | (bits - 0x3f000000u))};
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
+}
+
+INLINE Vec<float> load(const float* p, Whole) { return Vec<float>(p, stdx::element_aligned); }
+INLINE Vec<double> load(const double* p, Whole) { return Vec<double>(p, stdx::element_aligned); }
+INLINE Vec<float> load(const bfloat16* p, Whole) {
+  Bits bits;
+  bits.copy_from(reinterpret_cast<const uint16_t*>(p), stdx::element_aligned);
+  return stdx::__proposed::simd_bit_cast<Vec<float>>(bits << 16);
+}
+INLINE Vec<float> load(const half* p, Whole) {
+#if defined(__AVX512F__)
+  return Vec<float>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return Vec<float>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  return Vec<float>([&](auto i) { return widen_one(p[int(i)]); });
+#endif
+}
+
+INLINE void store(Vec<float> v, float* p, Whole) { v.copy_to(p, stdx::element_aligned); }
+INLINE void store(Vec<double> v, double* p, Whole) { v.copy_to(p, stdx::element_aligned); }
+INLINE void store(Vec<float> v, bfloat16* p, Whole) {
+  const Bits bits = stdx::__proposed::simd_bit_cast<Bits>(v);
+  Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  stdx::where((bits & 0x7fffffffu) > 0x7f800000u, rounded) = 0x7fc0u;
+  rounded.copy_to(reinterpret_cast<uint16_t*>(p), stdx::element_aligned);
+}
+INLINE void store(Vec<float> v, half* p, Whole) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(static_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__) && defined(__AVX2__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(static_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < lanes<float>; ++i) p[i] = narrow_one(v[i]);
+#endif
+}
+
+/// Lanes beyond the part are zero.
+template <typename T>
+INLINE Vec<compute_t<T>> load(const T* p, Part part) {
+  T values[lanes<compute_t<T>>] = {};
+  for (int64_t i = 0; i < part.count; ++i) values[i] = p[i];
+  return load(values, Whole());
+}
+
+template <typename T>
+INLINE void store(Vec<compute_t<T>> v, T* p, Part part) {
+  T values[lanes<compute_t<T>>];
+  store(v, values, Whole());
+  for (int64_t i = 0; i < part.count; ++i) p[i] = values[i];
+}
+
+/// Calls body(i, how much) for every vector of [0, n).
+template <typename A, typename Body>
+INLINE void for_vectors(int64_t n, Body&& body) {
+  int64_t i = 0;
+  for (; i + lanes<A> <= n; i += lanes<A>) body(i, Whole());
+  if (i < n) body(i, Part{n - i});
+}
+
+/// A factor or term of every element: one value for all, or one for each.
+template <typename A>
+struct Same {
+  explicit Same(A value) : vector(value) {}
+  template <typename Extent>
+  INLINE Vec<A> at(int64_t, Extent) const {
+    return vector;
+  }
+  Vec<A> vector;
+};
+template <typename A>
+struct Each {
+  template <typename Extent>
+  INLINE Vec<A> at(int64_t i, Extent extent) const {
+    return load(values + i, extent);
+  }
+  const A* values;
+};

@@ -1,0 +1,62 @@
+#include <ATen/Dispatch.h>
+
+#include <cmath>
+
+#include "kernels/cpu/coefficients.h"
+
+namespace syncnorm::kernels {
+namespace {
+
+/// `factor`: of the latest value.
+void blend(const at::Tensor& running, const double* latest, double factor, double momentum) {
+  const auto dense = running.contiguous();
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, dense.scalar_type(), "update_running", [&] {
+        auto* values = dense.data_ptr<scalar_t>();
+        for (int64_t i = 0; i < dense.numel(); ++i)
+          values[i] = static_cast<scalar_t>(static_cast<double>(values[i]) * (1 - momentum) +
+                                            latest[i] * factor * momentum);
+      });
+  if (!dense.is_same(running)) running.copy_(dense);
+}
+
+}  // namespace
+
+bool finish_statistics(const at::Tensor& sums, const NormLayout& layout, const at::Tensor& center,
+                       const SlotCount& count, const Precision& precision,
+                       const at::Tensor& statistics) {
+  const int64_t slots = layout.slots;
+  const auto* first = sums.const_data_ptr<double>();
+  const auto* second = first + (layout.sums() - 1) * slots;
+  const auto* about = center.defined() ? center.const_data_ptr<double>() : nullptr;
+  auto* mean = statistics.data_ptr<double>();
+  auto* variance = mean + kVariance * slots;
+  auto* rstd = mean + kRstd * slots;
+  const Counts counts(count);
+  bool lost_digits = false;
+  for (int64_t s = 0; s < slots; ++s) {
+    const double square_mean = second[s] / counts[s];
+    if (layout.centered) {
+      const double offset = first[s] / counts[s];
+      const double left = square_mean - offset * offset;
+      mean[s] = about == nullptr ? offset : about[s] + offset;
+      variance[s] = left < 0 ? 0 : left;  // NaN stays NaN; only rounding below zero is cut
+      lost_digits |= offset * offset > precision.ratio * (variance[s] + precision.floor);
+    } else {
+      mean[s] = 0;
+      variance[s] = square_mean;
+    }
+    rstd[s] = 1 / std::sqrt(variance[s] + precision.eps);
+  }
+  return lost_digits;
+}
+
+void update_running_statistics(const at::Tensor& statistics, double count, double momentum,
+                               const at::Tensor& running_mean, const at::Tensor& running_var) {
+  const auto* mean = statistics.const_data_ptr<double>();
+  if (running_mean.defined()) blend(running_mean, mean, 1, momentum);
+  if (running_var.defined())
+    blend(running_var, mean + kVariance * statistics.size(1), count / (count - 1), momentum);
+}
+
+}  // namespace syncnorm::kernels
