@@ -69,6 +69,22 @@ inline void compare(const Tensors& results, const Tensors& expected, double tole
                  what + ", result " + std::to_string(i) + " (outputs, then gradients)");
 }
 
+/// As compare(), by the norm of the difference over the norm: where rounding takes a value to the
+/// other side of a ReLU's corner, a single gradient is another one.
+inline void compare_norms(const Tensors& results, const Tensors& expected, double tolerance,
+                          const std::string& what) {
+  TORCH_CHECK(results.size() == expected.size(), what, " has other results");
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const auto reference = expected[i].to(torch::kDouble);
+    const double difference = (results[i].to(torch::kDouble) - reference).norm().item<double>();
+    const double norm = reference.norm().item<double>();
+    // Written so that a NaN fails.
+    TORCH_CHECK(difference <= tolerance * norm, what, ", result ", i,
+                " (outputs, then gradients): the difference has norm ", difference, " beside ",
+                norm, ", so there is nothing to time");
+  }
+}
+
 inline torch::Tensor copy_of(const float* from, torch::IntArrayRef shape) {
   return torch::from_blob(const_cast<float*>(from), shape).clone();
 }

@@ -3,6 +3,7 @@
 //   streaming  plain loops over contiguous floats with the same two all-reduces, no framework
 //   by_hand    the recipe of means and mean squares in tensor operations
 //   triad      z = x + s*y over arrays of the same size: what memory gives
+// then the forms with ReLU, and with a residual before it, beside norm, sum and ReLU apart.
 // launch/run -n 2 bench_sync_batch_norm_bench [--benchmark_filter=REGEX] [--benchmark_out=FILE]
 #include <torch/torch.h>
 
@@ -114,19 +115,63 @@ bench::Calls prepare(const Input& input) {
   return calls;
 }
 
-void add(const Input& input) {
+std::string name_of(const Input& input, const std::string& form) {
   const bool contiguous = input.format == torch::MemoryFormat::Contiguous;
+  return "SyncBatchNorm" + form + "/" + bench::shape_text(input.shape) +
+         (contiguous ? "/contiguous/" : "/channels_last/") + c10::toString(input.dtype);
+}
+
+int64_t bytes_of(const Input& input) {
+  return static_cast<int64_t>(c10::elementSize(input.dtype)) * c10::multiply_integers(input.shape);
+}
+
+void add(const Input& input) {
   bench::Case description;
-  description.name = "SyncBatchNorm/" + bench::shape_text(input.shape) +
-                     (contiguous ? "/contiguous/" : "/channels_last/") + c10::toString(input.dtype);
+  description.name = name_of(input, "");
   description.contestants = {{"ours", kPasses}, {"aten", kPasses}};
   if (input.dtype == torch::kFloat)
     for (const auto& each :
          std::vector<bench::Contestant>{{"streaming", kPasses}, {"triad", 3}, {"by_hand", kPasses}})
       description.contestants.push_back(each);
-  description.bytes =
-      static_cast<int64_t>(c10::elementSize(input.dtype)) * c10::multiply_integers(input.shape);
+  description.bytes = bytes_of(input);
   description.prepare = [input] { return prepare(input); };
+  bench::add_case(std::move(description));
+}
+
+/// ReLU of the norm, or of norm and residual.
+bench::Calls prepare_relu(const Input& input, bool with_residual) {
+  const auto b = std::make_shared<Batch>(input);
+  torch::Tensor residual;
+  if (with_residual) {
+    residual = torch::randn_like(b->x.detach()).set_requires_grad(true);
+    b->leaves.push_back(residual);
+  }
+  const auto relu_of = [residual](const torch::Tensor& y) {
+    return bench::Tensors{torch::relu(residual.defined() ? y + residual : y)};
+  };
+  const auto ours = [b, residual] {
+    b->norm->options.relu(true);
+    return bench::Tensors{b->norm->forward(b->x, residual)};
+  };
+  const auto apart = [b, relu_of] {
+    b->norm->options.relu(false);
+    return relu_of(b->norm->forward(b->x));
+  };
+  const auto local = [b, relu_of] { return relu_of(aten(*b)); };
+  bench::compare_norms(b->results(ours()), b->results(apart()), 5e-3, "norm, sum and ReLU apart");
+  return {{"ours", [b, ours] { b->step(ours()); }},
+          {"apart", [b, apart] { b->step(apart()); }},
+          {"aten", [b, local] { b->step(local()); }}};
+}
+
+void add_relu(const Input& input, bool with_residual) {
+  // With a residual: x, x, residual, y; the mask, x, dy, mask, x, dy, dx and the residual's own.
+  const double passes = with_residual ? 12 : kPasses;
+  bench::Case description;
+  description.name = name_of(input, with_residual ? "_add_relu" : "_relu");
+  description.contestants = {{"ours", passes}, {"apart", passes}, {"aten", passes}};
+  description.bytes = bytes_of(input);
+  description.prepare = [=] { return prepare_relu(input, with_residual); };
   bench::add_case(std::move(description));
 }
 
@@ -138,6 +183,9 @@ void add_cases() {
     for (const auto& shape : shapes) add({shape, format, torch::kFloat});
     for (const auto dtype : {torch::kDouble, torch::kBFloat16, torch::kHalf})
       add({{2, 256, 28, 28}, format, dtype});
+    for (const auto& shape : {shapes[2], shapes[4]})
+      for (const bool with_residual : {false, true})
+        add_relu({shape, format, torch::kFloat}, with_residual);
   }
 }
 
