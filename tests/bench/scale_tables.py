@@ -21,6 +21,9 @@ def table(head, rows):
     return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]) + "\n"
 
 
+CHANNELS = 256  # of scale_report's counters
+
+
 def counters(lines):
     names = list(dict.fromkeys(line["name"] for line in lines))
     ranks = sorted({line["ranks"] for line in lines})
@@ -31,6 +34,8 @@ def counters(lines):
         if len(handed_in) != 1:
             sys.exit(f"{name}: what a rank hands in depends on the ranks: {sorted(handed_in)}")
         collectives, size = handed_in.pop()
+        if name == "SyncBatchNorm" and size != sum(scale_model.payloads(2 * CHANNELS)):
+            sys.exit(f"{name} hands in {size} bytes, the model says {scale_model.payloads(2 * CHANNELS)}: correct it")
         sent = [f"{by_key[name, p]['bytes_sent']:.0f}" for p in ranks]
         expected = [f"{2 * (p - 1) / p * size:.0f}" for p in ranks]
         rows.append([name, collectives, size] + [f"{s} ({e})" for s, e in zip(sent, expected)])
