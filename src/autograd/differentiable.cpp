@@ -78,8 +78,8 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
   auto of_affine = at::stack({layout.sum_affine(gradient), layout.sum_affine(product)});
   if (layout.sum_affine_gradients)
     of_affine = AllReduceSum::sum_over_ranks(of_affine, shared_call, "weight gradient");
-  if (weight.defined()) result[1] = gradient_of(weight, of_affine[1]);
-  if (bias.defined()) result[2] = gradient_of(bias, of_affine[0]);
+  if (weight.defined()) result[1] = gradient_of(weight, of_affine, 1);
+  if (bias.defined()) result[2] = gradient_of(bias, of_affine, 0);
   if (!call.reduce_backward) return result;
 
   const auto spread =

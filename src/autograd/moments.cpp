@@ -58,35 +58,35 @@ int64_t words_of(const MomentsRequest& request) {
   return kHeaderWords + request.layout.sums() * request.layout.slots;
 }
 
-/// The part of the buffer that holds a request's sums.
-at::Tensor sums_of(const at::Tensor& words, const MomentsRequest& request) {
-  const auto& layout = request.layout;
-  return words.narrow(0, kHeaderWords, words.numel() - kHeaderWords)
-      .view({layout.sums(), layout.slots});
-}
+/// A request's place in the buffer: the header, and double [sums, slots].
+struct Words {
+  Words(const StatisticsBuffer& buffer, int64_t start, const MomentsRequest& request)
+      : header(buffer.words(start, kHeaderWords)),
+        sums(buffer.words(start + kHeaderWords, {request.layout.sums(), request.layout.slots})) {}
+  at::Tensor header, sums;
+};
 
-void write_local(MomentsRequest& request, const at::Tensor& words) {
+void write_local(MomentsRequest& request, const Words& words) {
   const auto& layout = request.layout;
   const double header[] = {static_cast<double>(layout.values), request.wants_gradient ? 1.0 : 0.0};
-  if (words.is_cpu()) {
-    std::copy_n(header, kHeaderWords, words.data_ptr<double>());
+  if (words.header.is_cpu()) {
+    std::copy_n(header, kHeaderWords, words.header.data_ptr<double>());
   } else {
-    words.narrow(0, 0, kHeaderWords).copy_(at::tensor(at::ArrayRef<double>(header), at::kDouble));
+    words.header.copy_(at::tensor(at::ArrayRef<double>(header), at::kDouble));
   }
-  const auto& kernels = kernels::kernels_for(words.device());
-  const auto sums = sums_of(words, request);
+  const auto& kernels = kernels::kernels_for(words.sums.device());
   if (request.term.defined()) {
     kernels.add_and_moments(request.term, request.residual, request.input, layout, request.center,
-                            sums);
+                            words.sums);
     request.term = request.residual = at::Tensor();
   } else {
-    kernels.moments(request.input, layout, request.center, sums);
+    kernels.moments(request.input, layout, request.center, words.sums);
   }
 }
 
-Moments finish(const MomentsRequest& request, const at::Tensor& words, bool* lost_digits) {
+Moments finish(const MomentsRequest& request, const Words& words, bool* lost_digits) {
   const auto& layout = request.layout;
-  const auto header = words.narrow(0, 0, kHeaderWords).cpu();
+  const auto header = words.header.is_cpu() ? words.header : words.header.cpu();
   const auto* totals = header.const_data_ptr<double>();
   const auto values = static_cast<int64_t>(totals[kCount]);
   TORCH_CHECK_VALUE(layout.total_values.value_or(values) == values, ModuleScope::current(),
@@ -96,9 +96,9 @@ Moments finish(const MomentsRequest& request, const at::Tensor& words, bool* los
   if (!layout.count.each.defined() && layout.count.all == 0)
     moments.count.all = totals[kCount] / static_cast<double>(layout.slots_of_values);
   moments.ranks_wanting_gradient = static_cast<int64_t>(totals[kWanting]);
-  moments.statistics = at::empty({kernels::kStatisticsRows, layout.slots}, words.options());
-  *lost_digits = kernels::kernels_for(words.device())
-                     .finish(sums_of(words, request), layout, request.center, moments.count,
+  moments.statistics = at::empty({kernels::kStatisticsRows, layout.slots}, words.sums.options());
+  *lost_digits = kernels::kernels_for(words.sums.device())
+                     .finish(words.sums, layout, request.center, moments.count,
                              precision_of(request), moments.statistics);
   return moments;
 }
@@ -110,10 +110,10 @@ std::vector<Moments> exchange_once(std::vector<MomentsRequest>& requests,
   int64_t total = 0;
   for (const auto& request : requests) total += words_of(request);
   StatisticsBuffer buffer(comm, total, requests.front().input.data.device());
-  std::vector<at::Tensor> words;
+  std::vector<Words> words;
   int64_t at = 0;
   for (auto& request : requests) {
-    words.push_back(buffer.words(at, words_of(request)));
+    words.emplace_back(buffer, at, request);
     write_local(request, words.back());
     at += words_of(request);
   }
@@ -155,10 +155,10 @@ std::vector<Moments> exchange_moments(std::vector<MomentsRequest>& requests,
 at::Tensor exchange_sums(const at::Tensor& local, const std::shared_ptr<Communicator>& comm,
                          const char* pass) {
   StatisticsBuffer buffer(comm, local.numel(), local.device());
-  const auto words = buffer.words(0, local.numel());
-  words.copy_(local.reshape({-1}));
+  const auto words = buffer.words(0, local.sizes());
+  words.copy_(local);
   buffer.exchange(Signature().add("pass", pass).add("words", local.numel()).text());
-  return words.view(local.sizes());
+  return words;
 }
 
 }  // namespace syncnorm

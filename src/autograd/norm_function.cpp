@@ -63,7 +63,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                                const c10::intrusive_ptr<NormCall>& call) {
     ctx->set_materialize_grads(false);
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    ctx->saved_data["inputs"] = static_cast<int64_t>(inputs.size() + statistics.size());
+    call->inputs = inputs.size() + statistics.size();
     variable_list outputs, saved;
     for (size_t p = 0; p < call->parts.size(); ++p) {
       auto& part = call->parts[p];
@@ -111,7 +111,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
     auto result =
         at::GradMode::is_enabled() ? differentiable(ctx, parts, *call) : once(ctx, parts, *call);
-    result.resize(ctx->saved_data["inputs"].toInt() + 1);
+    result.resize(call->inputs + 1);
     return result;
   }
 
@@ -169,7 +169,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         kernels::kernels_for(of.x.device())
             .backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count, outputs);
       const auto affine = [&](Input input, const at::Tensor& parameter, int64_t row) {
-        return needs(ctx, p, input) ? syncnorm::gradient_of(parameter, sums[p].of_affine[row])
+        return needs(ctx, p, input) ? syncnorm::gradient_of(parameter, sums[p].of_affine, row)
                                     : at::Tensor();
       };
       result.push_back(needs(ctx, p, kX) ? outputs.dx : at::Tensor());
@@ -201,9 +201,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     std::vector<PartSums> sums;
     int64_t at = 0;
     const auto take = [&](at::IntArrayRef shape) {
-      const auto size = c10::multiply_integers(shape);
-      at += size;
-      return buffer.words(at - size, size).view(shape);
+      const int64_t start = at;
+      at += c10::multiply_integers(shape);
+      return buffer.words(start, shape);
     };
     for (size_t p = 0; p < norms.size(); ++p) {
       const auto& layout = norms[p].layout;
@@ -282,8 +282,8 @@ std::vector<at::Tensor> normalize(const NormTensors& norm,
   return apply_norms(norms, exchange_statistics(norms, *call), call);
 }
 
-at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sum) {
-  return sum.reshape(parameter.sizes()).to(parameter.scalar_type());
+at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sums, int64_t row) {
+  return sums.select(0, row).reshape(parameter.sizes()).to(parameter.scalar_type());
 }
 
 }  // namespace syncnorm

@@ -32,6 +32,7 @@ struct NormCall : torch::CustomClassHolder {
   std::string module;
   std::vector<NormPart> parts;
   bool reduce_backward = false;  ///< some rank's input needs a gradient, so every rank takes part
+  size_t inputs = 0;             ///< of the autograd node
 };
 
 /// Where a residual enters.
@@ -67,7 +68,7 @@ std::vector<at::Tensor> apply_norms(const std::vector<NormTensors>& norms,
 std::vector<at::Tensor> normalize(const NormTensors& norm,
                                   const c10::intrusive_ptr<NormCall>& call);
 
-/// `sum` in the shape and dtype of the parameter whose gradient it is.
-at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sum);
+/// Row `row` of `sums` in the shape and dtype of the parameter whose gradient it is.
+at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sums, int64_t row);
 
 }  // namespace syncnorm

@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
-#include <sstream>
 
 #include "comm/fnv1a.h"
 #include "comm/reduction.h"
@@ -81,11 +80,11 @@ Communicator::Communicator(int rank, int size, std::string name)
     : rank_(rank), size_(size), name_(std::move(name)) {}
 
 std::string Communicator::describe_operation() const {
-  std::ostringstream out;
-  out << operation_.kind << " #" << operation_.sequence;
-  if (!operation_.module.empty()) out << " of " << operation_.module;
-  out << " on " << name_ << ", rank " << rank_ << " of " << size_;
-  return out.str();
+  std::string text = operation_.kind;
+  text.append(" #").append(std::to_string(operation_.sequence));
+  if (!operation_.module.empty()) text.append(" of ").append(operation_.module);
+  text.append(" on ").append(name_).append(", rank ").append(std::to_string(rank_));
+  return text.append(" of ").append(std::to_string(size_));
 }
 
 template <typename F>

@@ -12,7 +12,21 @@ StatisticsBuffer::StatisticsBuffer(std::shared_ptr<Communicator> comm, int64_t w
       buffer_(
           at::empty({words + kTagWords}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
 
+at::Tensor StatisticsBuffer::words(int64_t start, at::IntArrayRef shape) const {
+  // What narrow and view come to, without a microsecond each of dispatch.
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(buffer_.storage()), buffer_.key_set(), buffer_.dtype());
+  view.unsafeGetTensorImpl()->set_storage_offset(kTagWords + start);
+  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return view;
+}
+
 namespace {
+
+/// The first `count` words on the host.
+at::Tensor on_host(const at::Tensor& buffer, int64_t count) {
+  return buffer.is_cpu() ? buffer : buffer.narrow(0, 0, count).cpu();
+}
 
 Signature signature_of(const char* operation, const Communicator& comm,
                        const std::string& details) {
@@ -43,7 +57,7 @@ void StatisticsBuffer::exchange(const std::string& details) {
   } catch (const TransportError&) {
     comm_->raise_disagreement(signature.text());
   }
-  const auto sums = buffer_.narrow(0, 0, kTagWords).cpu();
+  const auto sums = on_host(buffer_, kTagWords);
   const auto* sum = sums.const_data_ptr<double>();
   if (sum[0] != ranks * tag || sum[1] != ranks * tag * tag)
     comm_->raise_disagreement(signature.text());

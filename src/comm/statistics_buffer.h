@@ -19,10 +19,8 @@ class StatisticsBuffer {
   /// Room for `words` doubles on `device`.
   StatisticsBuffer(std::shared_ptr<Communicator> comm, int64_t words, c10::Device device);
 
-  /// Words [start, start + length) of the payload, double: fill before, read after exchange().
-  at::Tensor words(int64_t start, int64_t length) const {
-    return buffer_.narrow(0, kTagWords + start, length);
-  }
+  /// Words of the payload from `start`, double of this shape: fill before, read after exchange().
+  at::Tensor words(int64_t start, at::IntArrayRef shape) const;
 
   /// Sums the payload over all ranks. `details` are "field=value;" of everything that must agree
   /// beyond operation, module and sequence number. Raises CommunicationError on every rank where

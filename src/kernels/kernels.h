@@ -46,6 +46,9 @@ class KernelSet {
  public:
   virtual ~KernelSet() = default;
 
+  /// A running mean as a center to sum about: double, zero where it is not finite.
+  virtual at::Tensor center(const at::Tensor& running_mean) const = 0;
+
   /// Writes sum(x - center), unless not centered, and sum((x - center)^2) of each slot to `sums`,
   /// double [layout.sums(), slots]. `center`: double [slots], undefined for zero.
   virtual void moments(const NormInput& x, const NormLayout& layout, const at::Tensor& center,

@@ -10,14 +10,6 @@
 namespace syncnorm {
 namespace {
 
-/// A center near the mean keeps digits; the running mean is near it on most steps and equal on all
-/// ranks.
-torch::Tensor center_of(const torch::Tensor& running_mean) {
-  if (!running_mean.defined()) return {};
-  const torch::NoGradGuard no_grad;
-  return running_mean.to(torch::kDouble).nan_to_num_(0, 0, 0);
-}
-
 thread_local bool running_stats_frozen = false;
 
 }  // namespace
@@ -65,7 +57,12 @@ PreparedNorm prepare_batch_norm(const torch::Tensor& input, const BatchNormArgum
   norm.tensors.bias = arguments.bias;
   norm.tensors.residual = arguments.residual;
   norm.tensors.place = arguments.residual.defined() ? ResidualPlace::after : ResidualPlace::none;
-  norm.tensors.center = center_of(arguments.running_mean);
+  // A center near the mean keeps digits; the running mean is near it on most steps and equal on all
+  // ranks.
+  if (arguments.running_mean.defined()) {
+    const torch::NoGradGuard no_grad;
+    norm.tensors.center = kernels::kernels_for(input.device()).center(arguments.running_mean);
+  }
   norm.tensors.keeps_variance = arguments.update_running;
   norm.received = [arguments, num_batches_tracked, shape = input.sizes().vec(),
                    rank = norm.comm->rank()](const Moments& moments) {

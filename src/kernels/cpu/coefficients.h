@@ -13,12 +13,19 @@ template <typename A>
 class Values {
  public:
   explicit Values(const at::Tensor& tensor)
-      : held_(tensor.defined() ? tensor.to(c10::CppTypeToScalarType<A>::value).contiguous()
-                               : at::Tensor()) {}
-  const A* data() const { return held_.defined() ? held_.const_data_ptr<A>() : nullptr; }
+      : held_(of_dtype(tensor)), data_(held_.defined() ? held_.const_data_ptr<A>() : nullptr) {}
+  const A* data() const { return data_; }
 
  private:
+  static at::Tensor of_dtype(const at::Tensor& tensor) {
+    constexpr auto dtype = c10::CppTypeToScalarType<A>::value;
+    if (!tensor.defined() || (tensor.scalar_type() == dtype && tensor.is_contiguous()))
+      return tensor;
+    return tensor.to(dtype).contiguous();
+  }
+
   at::Tensor held_;
+  const A* data_;
 };
 
 inline const int64_t* slot_map(const NormLayout& layout) {
@@ -47,13 +54,13 @@ class CellCoefficients {
  public:
   /// Those of the forward; a, b, c are left out.
   explicit CellCoefficients(const Norm& norm)
-      : cells_(norm.layout.cells.cells), values_(5 * cells_) {
+      : cells_(norm.layout.cells.cells), rows_(kA), values_(rows_ * cells_) {
     fill(norm, [](int64_t, int64_t, double, double, double) {});
   }
 
   /// All, for the ranks' `sums` of the backward.
   CellCoefficients(const Norm& norm, const at::Tensor& sums, const SlotCount& count)
-      : cells_(norm.layout.cells.cells), values_(8 * cells_) {
+      : cells_(norm.layout.cells.cells), rows_(kC + 1), values_(rows_ * cells_) {
     const auto& layout = norm.layout;
     const auto* first = sums.const_data_ptr<double>();
     const auto* second = first + (layout.sums() - 1) * layout.slots;
@@ -69,12 +76,12 @@ class CellCoefficients {
   }
 
   loops::Coefficients<A> operator[](int64_t cell) const {
-    const auto value = [&](int64_t row) { return row < rows() ? at(row)[cell] : A(0); };
+    const auto value = [&](int64_t row) { return row < rows_ ? at(row)[cell] : A(0); };
     return {value(kCenter), value(kRstd), value(kShift), value(kScale),
             value(kOffset), value(kA),    value(kB),     value(kC)};
   }
   loops::Coefficients<const A*> arrays() const {
-    const auto row = [&](int64_t r) { return r < rows() ? at(r) : nullptr; };
+    const auto row = [&](int64_t r) { return r < rows_ ? at(r) : nullptr; };
     return {row(kCenter), row(kRstd), row(kShift), row(kScale),
             row(kOffset), row(kA),    row(kB),     row(kC)};
   }
@@ -82,7 +89,6 @@ class CellCoefficients {
  private:
   enum Row : int64_t { kCenter, kRstd, kShift, kScale, kOffset, kA, kB, kC };
 
-  int64_t rows() const { return cells_ == 0 ? 0 : static_cast<int64_t>(values_.size()) / cells_; }
   A* at(int64_t row) { return values_.data() + row * cells_; }
   const A* at(int64_t row) const { return values_.data() + row * cells_; }
 
@@ -92,29 +98,31 @@ class CellCoefficients {
     const auto* mean = norm.statistics.const_data_ptr<double>();
     const auto* rstd = mean + kernels::kRstd * layout.slots;
     const auto* slots = slot_map(layout);
-    const Values<A> weight(layout.by_column ? at::Tensor() : norm.weight);
-    const Values<A> bias(layout.by_column ? at::Tensor() : norm.bias);
+    const Values<A> weights(layout.by_column ? at::Tensor() : norm.weight);
+    const Values<A> biases(layout.by_column ? at::Tensor() : norm.bias);
+    const A *weight = weights.data(), *bias = biases.data();
     for (int64_t cell = 0; cell < cells_; ++cell) {
       const int64_t slot = slots == nullptr ? cell : slots[cell];
       const int64_t row = cell % layout.affine_rows;
       const auto center = static_cast<A>(mean[slot]);
       const double shift = (static_cast<double>(center) - mean[slot]) * rstd[slot];
-      const double w = weight.data() == nullptr ? 1 : static_cast<double>(weight.data()[row]);
+      const double w = weight == nullptr ? 1 : static_cast<double>(weight[row]);
       at(kCenter)[cell] = center;
       at(kRstd)[cell] = static_cast<A>(rstd[slot]);
       at(kShift)[cell] = static_cast<A>(shift);
       at(kScale)[cell] = static_cast<A>(rstd[slot] * w);
-      at(kOffset)[cell] = static_cast<A>(
-          shift * w + (bias.data() == nullptr ? 0 : static_cast<double>(bias.data()[row])));
+      at(kOffset)[cell] =
+          static_cast<A>(shift * w + (bias == nullptr ? 0 : static_cast<double>(bias[row])));
       more(cell, slot, rstd[slot], shift, rstd[slot] * w);
     }
   }
 
-  int64_t cells_;
+  int64_t cells_, rows_;
   std::vector<A> values_;
 };
 
-/// KernelSet::finish and update_running.
+/// KernelSet::center, finish and update_running.
+at::Tensor finite_center(const at::Tensor& running_mean);
 bool finish_statistics(const at::Tensor& sums, const NormLayout& layout, const at::Tensor& center,
                        const SlotCount& count, const Precision& precision,
                        const at::Tensor& statistics);

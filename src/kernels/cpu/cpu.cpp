@@ -25,9 +25,9 @@ void take_moments(const T* x, const CellLayout& in, const NormLayout& layout,
                   const at::Tensor& center, const passes::Addition<T>& addition,
                   const at::Tensor& sums) {
   const auto& loops = loops::of<T>(*loops::capability().tables);
-  const auto about = center.defined() ? layout.to_cells(center)
-                                      : at::zeros({in.cells}, at::TensorOptions(at::kDouble));
-  const auto* centers = about.const_data_ptr<double>();
+  const auto about = center.defined() ? layout.to_cells(center) : center;
+  const std::vector<double> zeros(center.defined() ? 0 : in.cells);
+  const auto* centers = center.defined() ? about.const_data_ptr<double>() : zeros.data();
   std::vector<loops::Sums> of_cells;
   if (in.inner == 1 && layout.centered && addition.sum == nullptr) {
     of_cells = passes::sum_rows(
@@ -42,7 +42,7 @@ void take_moments(const T* x, const CellLayout& in, const NormLayout& layout,
       return layout.centered ? loops.moments(from, n, centers[cell]) : loops.squares(from, n);
     });
   }
-  passes::fold(of_cells, layout, layout.share, nullptr, sums);
+  passes::fold(of_cells, layout, layout.share, static_cast<double*>(nullptr), sums);
 }
 
 template <typename T>
@@ -54,7 +54,7 @@ void backward_sums_by_column(const Norm& norm, const at::Tensor& dy, const at::T
   const auto of_cells = passes::sum_columns<T>(
       passes::data<T>(norm.input.data), passes::data<T>(dy), norm.layout, weight.data(),
       [&](int64_t cell) { return k[cell]; }, of_affine);
-  passes::fold(of_cells, norm.layout, {}, nullptr, of_slots);
+  passes::fold(of_cells, norm.layout, {}, static_cast<A*>(nullptr), of_slots);
 }
 
 template <typename T>
@@ -84,8 +84,7 @@ void backward_sums_by_cell(const Norm& norm, const at::Tensor& dy, const at::Ten
     });
   }
   if (of_affine.defined()) passes::fold_affine(of_cells, norm.layout, of_affine);
-  const Values<double> weight(norm.weight);
-  passes::fold(of_cells, norm.layout, {}, weight.data(), of_slots);
+  passes::fold(of_cells, norm.layout, {}, Values<A>(norm.weight).data(), of_slots);
 }
 
 template <typename T>
@@ -153,6 +152,10 @@ void apply_backward(const Norm& norm, const at::Tensor& dy, const at::Tensor& su
 
 class CpuKernels final : public KernelSet {
  public:
+  at::Tensor center(const at::Tensor& running_mean) const override {
+    return finite_center(running_mean);
+  }
+
   void moments(const NormInput& x, const NormLayout& layout, const at::Tensor& center,
                const at::Tensor& sums) const override {
     passes::dispatch(x.data, [&](auto zero) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/cpu/coefficients.h"
 #include "kernels/cpu/loops.h"
 #include "kernels/kernels.h"
 
@@ -175,12 +176,34 @@ std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& 
 
 /// Adds the sums of cells, times `share` and the `weight` of their row where given, to slots:
 /// double [layout.sums(), slots].
+template <typename A>
 void fold(const std::vector<loops::Sums>& of_cells, const NormLayout& layout,
-          const at::Tensor& share, const double* weight, const at::Tensor& of_slots);
+          const at::Tensor& share, const A* weight, const at::Tensor& of_slots) {
+  auto* first = of_slots.data_ptr<double>();
+  auto* second = first + (layout.sums() - 1) * layout.slots;
+  const auto* slots = slot_map(layout);
+  const auto* counted = share.defined() ? share.const_data_ptr<double>() : nullptr;
+  std::fill_n(first, layout.sums() * layout.slots, 0.0);
+  for (size_t c = 0; c < of_cells.size(); ++c) {
+    const int64_t slot = slots == nullptr ? static_cast<int64_t>(c) : slots[c];
+    double factor = counted == nullptr ? 1 : counted[c];
+    if (weight != nullptr) factor *= static_cast<double>(weight[c % layout.affine_rows]);
+    if (layout.centered) first[slot] += factor * of_cells[c].first;
+    second[slot] += factor * of_cells[c].second;
+  }
+}
 
 /// Adds the sums of cells to the rows of bias and weight: double [2, affine_rows].
-void fold_affine(const std::vector<loops::Sums>& of_cells, const NormLayout& layout,
-                 const at::Tensor& of_affine);
+inline void fold_affine(const std::vector<loops::Sums>& of_cells, const NormLayout& layout,
+                        const at::Tensor& of_affine) {
+  auto* bias = of_affine.data_ptr<double>();
+  auto* weight = bias + layout.affine_rows;
+  std::fill_n(bias, 2 * layout.affine_rows, 0.0);
+  for (size_t c = 0; c < of_cells.size(); ++c) {
+    bias[c % layout.affine_rows] += of_cells[c].first;
+    weight[c % layout.affine_rows] += of_cells[c].second;
+  }
+}
 
 /// Calls body(offset, cell) for every run.
 template <typename Body>

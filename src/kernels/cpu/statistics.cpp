@@ -22,6 +22,21 @@ void blend(const at::Tensor& running, const double* latest, double factor, doubl
 
 }  // namespace
 
+at::Tensor finite_center(const at::Tensor& running_mean) {
+  const auto dense = running_mean.contiguous();
+  auto center = at::empty(dense.sizes(), at::kDouble);
+  auto* to = center.data_ptr<double>();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dense.scalar_type(), "finite_center",
+                                  [&] {
+                                    const auto* from = dense.const_data_ptr<scalar_t>();
+                                    for (int64_t i = 0; i < dense.numel(); ++i) {
+                                      const auto value = static_cast<double>(from[i]);
+                                      to[i] = std::isfinite(value) ? value : 0;
+                                    }
+                                  });
+  return center;
+}
+
 bool finish_statistics(const at::Tensor& sums, const NormLayout& layout, const at::Tensor& center,
                        const SlotCount& count, const Precision& precision,
                        const at::Tensor& statistics) {

@@ -51,6 +51,10 @@ at::Tensor gradient_of(const Norm& norm, const at::Tensor& dy) {
 
 class ReferenceKernels final : public KernelSet {
  public:
+  at::Tensor center(const at::Tensor& running_mean) const override {
+    return running_mean.to(at::kDouble).nan_to_num(0, 0, 0);
+  }
+
   void moments(const NormInput& x, const NormLayout& layout, const at::Tensor& center,
                const at::Tensor& sums) const override {
     auto shifted = cells_of(x.data, x.layout);
