@@ -10,6 +10,11 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
+/// `sum` in the shape and dtype of the parameter whose gradient it is.
+at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sum) {
+  return sum.reshape(parameter.sizes()).to(parameter.scalar_type());
+}
+
 /// Sum over all ranks, the same on each; its gradient is the sum of all ranks' gradients, by the
 /// same function.
 struct AllReduceSum : torch::autograd::Function<AllReduceSum> {
@@ -78,8 +83,8 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
   auto of_affine = at::stack({layout.sum_affine(gradient), layout.sum_affine(product)});
   if (layout.sum_affine_gradients)
     of_affine = AllReduceSum::sum_over_ranks(of_affine, shared_call, "weight gradient");
-  if (weight.defined()) result[1] = gradient_of(weight, of_affine, 1);
-  if (bias.defined()) result[2] = gradient_of(bias, of_affine, 0);
+  if (weight.defined()) result[1] = gradient_of(weight, of_affine[1]);
+  if (bias.defined()) result[2] = gradient_of(bias, of_affine[0]);
   if (!call.reduce_backward) return result;
 
   const auto spread =

@@ -161,15 +161,15 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       const bool needs_residual = needs(ctx, p, kResidual);
       const bool needs_x = needs(ctx, p, kX) || (first && needs_residual);
       const bool writes_residual = needs_residual && !first && of.part.relu;
+      const auto& kernels = kernels::kernels_for(of.x.device());
       kernels::BackwardOutputs outputs;
       if (needs_x) outputs.dx = norms[p].input.empty_like();
       if (writes_residual) outputs.dresidual = norms[p].input.empty_like();
       if (of.dsum.defined()) outputs.extra = norms[p].input.match(of.dsum);
       if (needs_x || writes_residual)
-        kernels::kernels_for(of.x.device())
-            .backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count, outputs);
+        kernels.backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count, outputs);
       const auto affine = [&](Input input, const at::Tensor& parameter, int64_t row) {
-        return needs(ctx, p, input) ? syncnorm::gradient_of(parameter, sums[p].of_affine, row)
+        return needs(ctx, p, input) ? kernels.affine_gradient(sums[p].of_affine, row, parameter)
                                     : at::Tensor();
       };
       result.push_back(needs(ctx, p, kX) ? outputs.dx : at::Tensor());
@@ -280,10 +280,6 @@ std::vector<at::Tensor> normalize(const NormTensors& norm,
                                   const c10::intrusive_ptr<NormCall>& call) {
   const std::vector<NormTensors> norms{norm};
   return apply_norms(norms, exchange_statistics(norms, *call), call);
-}
-
-at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sums, int64_t row) {
-  return sums.select(0, row).reshape(parameter.sizes()).to(parameter.scalar_type());
 }
 
 }  // namespace syncnorm

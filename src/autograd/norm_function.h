@@ -68,7 +68,4 @@ std::vector<at::Tensor> apply_norms(const std::vector<NormTensors>& norms,
 std::vector<at::Tensor> normalize(const NormTensors& norm,
                                   const c10::intrusive_ptr<NormCall>& call);
 
-/// Row `row` of `sums` in the shape and dtype of the parameter whose gradient it is.
-at::Tensor gradient_of(const at::Tensor& parameter, const at::Tensor& sums, int64_t row);
-
 }  // namespace syncnorm

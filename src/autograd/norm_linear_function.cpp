@@ -113,8 +113,9 @@ struct NormLinearFunction : torch::autograd::Function<NormLinearFunction> {
       const auto of_slots = at::empty_like(scattered.sums);
       const auto of_affine = at::empty(layout.affine_shape(), of_slots.options());
       kernels.backward_sums(norm, du, of_slots, of_affine);
-      if (needs(1, in.norm_weight)) result[1] = gradient_of(in.norm_weight, of_affine, 1);
-      if (needs(2, in.norm_bias)) result[2] = gradient_of(in.norm_bias, of_affine, 0);
+      if (needs(1, in.norm_weight))
+        result[1] = kernels.affine_gradient(of_affine, 1, in.norm_weight);
+      if (needs(2, in.norm_bias)) result[2] = kernels.affine_gradient(of_affine, 0, in.norm_bias);
     }
     if (ctx->needs_input_grad(0)) {
       result[0] = norm.input.empty_like();

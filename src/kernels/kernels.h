@@ -81,6 +81,10 @@ class KernelSet {
   virtual void backward_sums(const Norm& norm, const at::Tensor& dy, const at::Tensor& of_slots,
                              const at::Tensor& of_affine) const = 0;
 
+  /// A row of sums of affine parameters as gradient of `parameter`, in its shape and dtype.
+  virtual at::Tensor affine_gradient(const at::Tensor& of_affine, int64_t row,
+                                     const at::Tensor& parameter) const = 0;
+
   /// dx = rstd*(g*weight - mean(g*weight) - xhat*mean(g*weight*xhat)), the first mean left out
   /// where not centered. `sums`: of_slots summed over the ranks.
   virtual void backward_apply(const Norm& norm, const at::Tensor& dy, const at::Tensor& sums,

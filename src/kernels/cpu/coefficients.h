@@ -52,15 +52,15 @@ class Counts {
 template <typename A>
 class CellCoefficients {
  public:
-  /// Those of the forward; a, b, c are left out.
+  /// Those of the forward; a, b, c are zero.
   explicit CellCoefficients(const Norm& norm)
-      : cells_(norm.layout.cells.cells), rows_(kA), values_(rows_ * cells_) {
+      : cells_(norm.layout.cells.cells), values_(kRows * cells_) {
     fill(norm, [](int64_t, int64_t, double, double, double) {});
   }
 
   /// All, for the ranks' `sums` of the backward.
   CellCoefficients(const Norm& norm, const at::Tensor& sums, const SlotCount& count)
-      : cells_(norm.layout.cells.cells), rows_(kC + 1), values_(rows_ * cells_) {
+      : cells_(norm.layout.cells.cells), values_(kRows * cells_) {
     const auto& layout = norm.layout;
     const auto* first = sums.const_data_ptr<double>();
     const auto* second = first + (layout.sums() - 1) * layout.slots;
@@ -76,18 +76,17 @@ class CellCoefficients {
   }
 
   loops::Coefficients<A> operator[](int64_t cell) const {
-    const auto value = [&](int64_t row) { return row < rows_ ? at(row)[cell] : A(0); };
-    return {value(kCenter), value(kRstd), value(kShift), value(kScale),
-            value(kOffset), value(kA),    value(kB),     value(kC)};
+    const A* value = values_.data() + cell;
+    return {value[kCenter * cells_], value[kRstd * cells_],   value[kShift * cells_],
+            value[kScale * cells_],  value[kOffset * cells_], value[kA * cells_],
+            value[kB * cells_],      value[kC * cells_]};
   }
   loops::Coefficients<const A*> arrays() const {
-    const auto row = [&](int64_t r) { return r < rows_ ? at(r) : nullptr; };
-    return {row(kCenter), row(kRstd), row(kShift), row(kScale),
-            row(kOffset), row(kA),    row(kB),     row(kC)};
+    return {at(kCenter), at(kRstd), at(kShift), at(kScale), at(kOffset), at(kA), at(kB), at(kC)};
   }
 
  private:
-  enum Row : int64_t { kCenter, kRstd, kShift, kScale, kOffset, kA, kB, kC };
+  enum Row : int64_t { kCenter, kRstd, kShift, kScale, kOffset, kA, kB, kC, kRows };
 
   A* at(int64_t row) { return values_.data() + row * cells_; }
   const A* at(int64_t row) const { return values_.data() + row * cells_; }
@@ -101,9 +100,10 @@ class CellCoefficients {
     const Values<A> weights(layout.by_column ? at::Tensor() : norm.weight);
     const Values<A> biases(layout.by_column ? at::Tensor() : norm.bias);
     const A *weight = weights.data(), *bias = biases.data();
-    for (int64_t cell = 0; cell < cells_; ++cell) {
+    int64_t row = 0;
+    for (int64_t cell = 0; cell < cells_;
+         ++cell, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
       const int64_t slot = slots == nullptr ? cell : slots[cell];
-      const int64_t row = cell % layout.affine_rows;
       const auto center = static_cast<A>(mean[slot]);
       const double shift = (static_cast<double>(center) - mean[slot]) * rstd[slot];
       const double w = weight == nullptr ? 1 : static_cast<double>(weight[row]);
@@ -117,16 +117,18 @@ class CellCoefficients {
     }
   }
 
-  int64_t cells_, rows_;
+  int64_t cells_;
   std::vector<A> values_;
 };
 
-/// KernelSet::center, finish and update_running.
+/// KernelSet::center, finish, update_running and affine_gradient.
 at::Tensor finite_center(const at::Tensor& running_mean);
 bool finish_statistics(const at::Tensor& sums, const NormLayout& layout, const at::Tensor& center,
                        const SlotCount& count, const Precision& precision,
                        const at::Tensor& statistics);
 void update_running_statistics(const at::Tensor& statistics, double count, double momentum,
                                const at::Tensor& running_mean, const at::Tensor& running_var);
+at::Tensor gradient_of_affine(const at::Tensor& of_affine, int64_t row,
+                              const at::Tensor& parameter);
 
 }  // namespace syncnorm::kernels

@@ -199,6 +199,11 @@ class CpuKernels final : public KernelSet {
     });
   }
 
+  at::Tensor affine_gradient(const at::Tensor& of_affine, int64_t row,
+                             const at::Tensor& parameter) const override {
+    return gradient_of_affine(of_affine, row, parameter);
+  }
+
   void backward_apply(const Norm& norm, const at::Tensor& dy, const at::Tensor& sums,
                       const SlotCount& count, const BackwardOutputs& outputs) const override {
     passes::dispatch(

@@ -73,11 +73,11 @@ INLINE bool in_range(double sum, int64_t n) {
          (sum >= 0x1p-100 * double(n) && sum <= double(std::numeric_limits<A>::max()));
 }
 
-/// A value so near the mean of x that the variance about it is at most 8 times the variance.
+/// A value so near the mean of x that the mean square about it is at most 8 times the variance.
 template <typename T>
 INLINE compute_t<T> rough_mean(const T* x, int64_t n) {
   using A = compute_t<T>;
-  const int64_t some = std::max(n / 8, std::min<int64_t>(n, 64));
+  const int64_t some = std::max(n / 8, std::min<int64_t>(n, 2 * lanes<A>));
   const auto sum = sum_vectors<A>(
       some, [&](int64_t i, auto extent, auto& first, auto&) { first += load(x + i, extent); });
   return A(sum.first) / A(some);
@@ -126,6 +126,10 @@ Sums squares(const T* x, int64_t n) {
   return sums;
 }
 
+/// Rows that are read together are as many streams, more than the machine foresees by itself. The
+/// address may lie beyond the tensor: a hint never faults.
+INLINE void prefetch(const void* address) { __builtin_prefetch(address); }
+
 /// Adds each slot's sums over `rows` rows to first, second [slots]:
 /// term(row, i, extent, first, second).
 template <int Together, typename A, typename Term>
@@ -168,11 +172,15 @@ void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center,
     const int64_t m = std::min(rows, kChunkRows);
     const int64_t some = std::max(m / 8, std::min<int64_t>(m, kRowsTogether));
     sum_rows(some, slots, near, sum, [&](int64_t r, int64_t i, auto extent, auto& a, auto&) {
-      a += load(x + r * slots + i, extent);
+      const T* at = x + r * slots + i;
+      prefetch(at + kRowsTogether * slots);
+      a += load(at, extent);
     });
     for (int64_t s = 0; s < slots; ++s) near[s] /= A(some);
     sum_rows(m, slots, sum, squared, [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
-      const auto d = load(x + r * slots + i, extent) - load(near + i, extent);
+      const T* at = x + r * slots + i;
+      prefetch(at + kRowsTogether * slots);
+      const auto d = load(at, extent) - load(near + i, extent);
       a += d;
       b += d * d;
     });
@@ -340,6 +348,8 @@ void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, 
       sum_rows(std::min(rows - start, kChunkRows), slots, scratch, scratch + slots,
                [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
                  const int64_t row = (start + r) * slots;
+                 prefetch(x + row + i + kRowsTogether * slots);
+                 prefetch(dy + row + i + kRowsTogether * slots);
                  const auto* out = output == nullptr ? nullptr : output + row;
                  const auto g = gated<decltype(tag)::value>(x + row, dy + row, out, k, i, extent);
                  a += g;

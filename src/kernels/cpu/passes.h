@@ -71,27 +71,42 @@ struct Addition {
   }
 };
 
-/// Adds sum(offset, length, cell) of every run's pieces to its cell, in order.
+/// Calls body(run, cell) for the runs [begin, end) of slots that take turns.
+template <typename Body>
+void each_run(const CellLayout& layout, int64_t begin, int64_t end, Body&& body) {
+  int64_t cell = begin % layout.cells;
+  for (int64_t run = begin; run < end; ++run) {
+    body(run, cell);
+    if (++cell == layout.cells) cell = 0;
+  }
+}
+
+/// Adds sum(offset, length, cell) of every run to its cell, in order; long runs in pieces.
 template <typename Sum>
 std::vector<loops::Sums> sum_runs(const CellLayout& layout, Sum&& sum) {
   const int64_t pieces = std::max<int64_t>(1, pieces_of(layout.inner, kPiece));
-  const int64_t runs = layout.outer * layout.cells;
-  std::vector<loops::Sums> partial(runs * pieces);
-  at::parallel_for(0, runs * pieces, grain_of_runs(std::min(layout.inner, kPiece)),
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t p = begin; p < end; ++p) {
-                       const int64_t run = p / pieces, start = p % pieces * kPiece;
-                       partial[p] = sum(run * layout.inner + start,
-                                        std::min(kPiece, layout.inner - start), run % layout.cells);
-                     }
-                   });
+  // As many cells as there are pieces of them, next to each other.
+  const CellLayout cut{layout.outer, layout.cells * pieces, std::min(layout.inner, kPiece)};
+  const int64_t runs = cut.outer * cut.cells;
+  std::vector<loops::Sums> partial(runs);
+  at::parallel_for(0, runs, grain_of_runs(cut.inner), [&](int64_t begin, int64_t end) {
+    each_run(cut, begin, end, [&](int64_t run, int64_t piece) {
+      const int64_t cell = pieces == 1 ? piece : piece / pieces;
+      const int64_t start = (piece - cell * pieces) * kPiece;
+      const int64_t whole = pieces == 1 ? run : run / pieces;
+      partial[run] =
+          sum(whole * layout.inner + start, std::min(kPiece, layout.inner - start), cell);
+    });
+  });
   if (layout.outer == 1 && pieces == 1) return partial;
   std::vector<loops::Sums> of_cells(layout.cells);
-  for (int64_t p = 0; p < runs * pieces; ++p) {
-    auto& cell = of_cells[p / pieces % layout.cells];
-    cell.first += partial[p].first;
-    cell.second += partial[p].second;
-  }
+  auto next = partial.begin();
+  for (int64_t o = 0; o < layout.outer; ++o)
+    for (auto& cell : of_cells)
+      for (int64_t p = 0; p < pieces; ++p, ++next) {
+        cell.first += next->first;
+        cell.second += next->second;
+      }
   return of_cells;
 }
 
@@ -184,10 +199,11 @@ void fold(const std::vector<loops::Sums>& of_cells, const NormLayout& layout,
   const auto* slots = slot_map(layout);
   const auto* counted = share.defined() ? share.const_data_ptr<double>() : nullptr;
   std::fill_n(first, layout.sums() * layout.slots, 0.0);
-  for (size_t c = 0; c < of_cells.size(); ++c) {
+  int64_t row = 0;
+  for (size_t c = 0; c < of_cells.size(); ++c, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
     const int64_t slot = slots == nullptr ? static_cast<int64_t>(c) : slots[c];
     double factor = counted == nullptr ? 1 : counted[c];
-    if (weight != nullptr) factor *= static_cast<double>(weight[c % layout.affine_rows]);
+    if (weight != nullptr) factor *= static_cast<double>(weight[row]);
     if (layout.centered) first[slot] += factor * of_cells[c].first;
     second[slot] += factor * of_cells[c].second;
   }
@@ -210,7 +226,8 @@ template <typename Body>
 void for_runs(const CellLayout& layout, Body&& body) {
   at::parallel_for(0, layout.outer * layout.cells, grain_of_runs(layout.inner),
                    [&](int64_t begin, int64_t end) {
-                     for (int64_t r = begin; r < end; ++r) body(r * layout.inner, r % layout.cells);
+                     each_run(layout, begin, end,
+                              [&](int64_t run, int64_t cell) { body(run * layout.inner, cell); });
                    });
 }
 

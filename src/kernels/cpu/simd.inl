@@ -96,6 +96,16 @@ INLINE void store(Vec<float> v, half* p, Whole) {
 }
 
 /// Lanes beyond the part are zero.
+INLINE Vec<float> load(const float* p, Part part) {
+  Vec<float> v(0.0F);
+  stdx::where(first_lanes<float>(part), v).copy_from(p, stdx::element_aligned);
+  return v;
+}
+INLINE Vec<double> load(const double* p, Part part) {
+  Vec<double> v(0.0);
+  stdx::where(first_lanes<double>(part), v).copy_from(p, stdx::element_aligned);
+  return v;
+}
 template <typename T>
 INLINE Vec<compute_t<T>> load(const T* p, Part part) {
   T values[lanes<compute_t<T>>] = {};
@@ -103,6 +113,12 @@ INLINE Vec<compute_t<T>> load(const T* p, Part part) {
   return load(values, Whole());
 }
 
+INLINE void store(Vec<float> v, float* p, Part part) {
+  stdx::where(first_lanes<float>(part), v).copy_to(p, stdx::element_aligned);
+}
+INLINE void store(Vec<double> v, double* p, Part part) {
+  stdx::where(first_lanes<double>(part), v).copy_to(p, stdx::element_aligned);
+}
 template <typename T>
 INLINE void store(Vec<compute_t<T>> v, T* p, Part part) {
   T values[lanes<compute_t<T>>];

@@ -74,4 +74,17 @@ void update_running_statistics(const at::Tensor& statistics, double count, doubl
     blend(running_var, mean + kVariance * statistics.size(1), count / (count - 1), momentum);
 }
 
+at::Tensor gradient_of_affine(const at::Tensor& of_affine, int64_t row,
+                              const at::Tensor& parameter) {
+  auto gradient = at::empty(parameter.sizes(), at::TensorOptions().dtype(parameter.scalar_type()));
+  const auto* from = of_affine.const_data_ptr<double>() + row * gradient.numel();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gradient.scalar_type(),
+                                  "affine_gradient", [&] {
+                                    auto* to = gradient.data_ptr<scalar_t>();
+                                    for (int64_t i = 0; i < gradient.numel(); ++i)
+                                      to[i] = static_cast<scalar_t>(from[i]);
+                                  });
+  return gradient;
+}
+
 }  // namespace syncnorm::kernels

@@ -117,6 +117,11 @@ class ReferenceKernels final : public KernelSet {
     of_slots.copy_(layout.to_slots(layout.centered ? of_cells : of_cells.narrow(0, 1, 1)));
   }
 
+  at::Tensor affine_gradient(const at::Tensor& of_affine, int64_t row,
+                             const at::Tensor& parameter) const override {
+    return of_affine[row].reshape(parameter.sizes()).to(parameter.scalar_type());
+  }
+
   void backward_apply(const Norm& norm, const at::Tensor& dy, const at::Tensor& sums,
                       const SlotCount& count, const BackwardOutputs& outputs) const override {
     const auto& layout = norm.layout;
