@@ -71,7 +71,7 @@ expect 0 'mpirun --oversubscribe' env SYNCNORM_CONTAINER=no "$root/launch/run" -
 # --- hosts
 printf 'a slots=2\n\n# comment\nb.example slots=2 # tail\n' >"$work/hosts"
 expect 0 "mpirun --hostfile $work/hosts .*-n 4 /" dry -n 4 --hosts "$work/hosts" ls
-expect 0 '-x OMP_NUM_THREADS -x SYNCNORM_TIMEOUT' \
+expect 0 '-x OMP_NUM_THREADS -x MALLOC_MMAP_THRESHOLD_ -x MALLOC_TRIM_THRESHOLD_ -x SYNCNORM_TIMEOUT' \
   env OMP_NUM_THREADS=3 SYNCNORM_TIMEOUT=9 "$root/launch/run" --dry-run -n 4 --hosts "$work/hosts" ls
 expect 1 'offers 4 slots, -n asks for 5' dry -n 5 --hosts "$work/hosts" ls
 expect 1 'no such readable file' dry -n 2 --hosts "$work/none" ls
