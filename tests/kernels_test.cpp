@@ -193,6 +193,9 @@ TEST_P(Kernels, Backward) {
       EXPECT_LT(relative_difference(ours.dx, plain.dx), pass_tolerance(data.dtype));
       if (!norm.relu) continue;
       EXPECT_LT(relative_difference(ours.dresidual, plain.dresidual), pass_tolerance(data.dtype));
+      const BackwardOutputs alone{{}, at::zeros_like(ours.dresidual), {}};
+      cpu_kernels().backward_apply(norm, dy, data.sums, data.layout.count, alone);
+      EXPECT_TRUE(at::equal(alone.dresidual, ours.dresidual));
     }
   });
 }

@@ -15,7 +15,10 @@ using torch::autograd::variable_list;
 
 // torch::autograd::Function takes defined tensors only; an empty one stands for an absent one.
 const at::Tensor& placeholder() {
-  static const at::Tensor empty = at::empty({0});
+  static const at::Tensor empty = [] {
+    const c10::InferenceMode off(false);  // a tensor of inference mode could not be saved later
+    return at::empty({0});
+  }();
   return empty;
 }
 

@@ -212,6 +212,10 @@ std::shared_ptr<Module> revert_sync_batchnorm(const ModulePtr& module) {
                 m.name(),
                 ", a class derived from SyncBatchNorm, whose own forward would be lost. "
                 "Nothing was changed.");
+    TORCH_CHECK(
+        !m.as<SyncBatchNormImpl>()->options.relu(), "revert_sync_batchnorm: '", path,
+        "' applies a ReLU (options.relu()), which no BatchNorm has and which would be lost. "
+        "Nothing was changed. Set options.relu(false) and put a torch::nn::ReLU after it.");
     return true;
   };
   if (wanted(*module, "")) return revert_one(*module).module();

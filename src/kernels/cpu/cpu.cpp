@@ -140,12 +140,13 @@ void apply_backward(const Norm& norm, const at::Tensor& dy, const at::Tensor& su
   } else if (side_by_side(norm)) {
     passes::for_rows(in, [&](int64_t at, int64_t rows) {
       loops.backward_apply_rows(x + at, g + at, passes::advance(out, at), rows, in.cells,
-                                k.arrays(), gate, dx + at, passes::advance(dresidual, at));
+                                k.arrays(), gate, passes::advance(dx, at),
+                                passes::advance(dresidual, at));
     });
   } else {
     passes::for_runs(in, [&](int64_t at, int64_t cell) {
       loops.backward_apply(x + at, g + at, passes::advance(out, at), in.inner, k[cell], gate,
-                           dx + at, passes::advance(dresidual, at));
+                           passes::advance(dx, at), passes::advance(dresidual, at));
     });
   }
 }

@@ -91,7 +91,7 @@ struct Loops {
                                 const Coefficients<A>* k, const A* weight, A* dweight, A* dbias,
                                 Sums* sums);
 
-  /// dx = a*g + b*((x - center)*rstd) + c; dresidual = g where not null.
+  /// dx = a*g + b*((x - center)*rstd) + c; dresidual = g; either may be null.
   void (*backward_apply)(const T* x, const T* dy, const T* output, int64_t n,
                          const Coefficients<A>& k, Gate gate, T* dx, T* dresidual);
   void (*backward_apply_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,

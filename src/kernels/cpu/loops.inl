@@ -442,8 +442,9 @@ INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int
   with_gate(gate, [&](auto tag) {
     for_vectors<A>(n, [&](int64_t i, auto extent) {
       const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent);
-      const auto scaled = (load(x + i, extent) - k.center.at(i, extent)) * k.rstd.at(i, extent);
       if (dresidual != nullptr) store(g, dresidual + i, extent);
+      if (dx == nullptr) return;
+      const auto scaled = (load(x + i, extent) - k.center.at(i, extent)) * k.rstd.at(i, extent);
       store(k.a.at(i, extent) * g + k.b.at(i, extent) * scaled + k.c.at(i, extent), dx + i, extent);
     });
   });
@@ -459,10 +460,10 @@ template <typename T>
 void backward_apply_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                          const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx,
                          T* dresidual) {
-  const auto row = [&](const T* p, int64_t r) { return p == nullptr ? nullptr : p + r * slots; };
+  const auto row = [&](auto* p, int64_t r) { return p == nullptr ? nullptr : p + r * slots; };
   for (int64_t r = 0; r < rows; ++r)
     backward_apply_vectors(x + r * slots, dy + r * slots, row(output, r), slots, each(k), gate,
-                           dx + r * slots, dresidual == nullptr ? nullptr : dresidual + r * slots);
+                           row(dx, r), row(dresidual, r));
 }
 
 template <typename T>
