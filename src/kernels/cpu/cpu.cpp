@@ -31,7 +31,7 @@ void take_moments(const T* x, const CellLayout& in, const NormLayout& layout,
   std::vector<loops::Sums> of_cells;
   if (in.inner == 1 && layout.centered && addition.sum == nullptr) {
     of_cells = passes::sum_rows(
-        in, 3,
+        in, 4,
         [&](int64_t row, int64_t rows, double* first, double* second, auto* scratch) {
           loops.moments_rows(x + row * in.cells, rows, in.cells, centers, first, second, scratch);
         },

@@ -65,7 +65,7 @@ struct Loops {
   /// 0, sum(x^2).
   Sums (*squares)(const T* x, int64_t n);
   /// The same as `moments` for slots side by side: [rows, slots] added into first, second [slots].
-  /// `scratch`: [3, slots].
+  /// `scratch`: [4, slots].
   void (*moments_rows)(const T* x, int64_t rows, int64_t slots, const double* center, double* first,
                        double* second, A* scratch);
 

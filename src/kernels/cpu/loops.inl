@@ -49,29 +49,36 @@ INLINE Sums sum_vectors(int64_t n, Term&& term) {
   return sums.total();
 }
 
-/// Sums whose squares left the range of the dtype, or are too small for its precision, in double.
+/// Sums whose squares left the range of the dtype, in double; NaN and infinity come out as such.
 template <typename T>
-Sums moments_in_double(const T* x, int64_t n, double center) {
+Sums moments_in_double(const T* x, int64_t n, int64_t stride, double center) {
   Sums sums;
-  constexpr int64_t width = lanes<compute_t<T>>;
-  compute_t<T> values[width];
-  for_vectors<compute_t<T>>(n, [&](int64_t i, auto extent) {
-    store(load(x + i, extent), values, Whole());
-    for (int64_t j = 0; j < std::min(width, n - i); ++j) {
-      const double d = double(values[j]) - center;
-      sums.first += d;
-      sums.second += d * d;
-    }
-  });
+  for (int64_t i = 0; i < n; ++i) {
+    compute_t<T> values[lanes<compute_t<T>>];
+    store(load(x + i * stride, Part{1}), values, Whole());
+    const double d = double(values[0]) - center;
+    sums.first += d;
+    sums.second += d * d;
+  }
   return sums;
 }
 
-/// Whether the sum of n squares in A is as good as A can be.
+/// Whether a sum of n squares in A lacks digits, since squares fell below the smallest normal
+/// number; zero too, which only larger factors can tell from squares of nothing.
 template <typename A>
-INLINE bool in_range(double sum, int64_t n) {
-  return std::is_same_v<A, double> ||
-         (sum >= 0x1p-100 * double(n) && sum <= double(std::numeric_limits<A>::max()));
+INLINE bool too_small(double sum, int64_t n) {
+  return !std::is_same_v<A, double> && sum < 0x1p-100 * double(n);
 }
+
+/// Whether squares, or their sum, left the range of A; or are NaN.
+template <typename A>
+INLINE bool too_large(double sum) {
+  return !std::is_same_v<A, double> && !(sum <= double(std::numeric_limits<A>::max()));
+}
+
+/// A factor that brings every difference, of which the squares are too small, well into range.
+constexpr float kMagnify = 0x1p100f;
+constexpr double kReduce = 0x1p-100;
 
 /// A value so near the mean of x that the mean square about it is at most 8 times the variance.
 template <typename T>
@@ -83,28 +90,43 @@ INLINE compute_t<T> rough_mean(const T* x, int64_t n) {
   return A(sum.first) / A(some);
 }
 
+/// sum(d), sum(d^2) of d = x - near, or of d magnified.
+template <bool magnified, typename T>
+INLINE Sums moments_about(const T* x, int64_t n, compute_t<T> near) {
+  using A = compute_t<T>;
+  const Vec<A> about(near);
+  return sum_vectors<A>(n, [&](int64_t i, auto extent, auto& first, auto& second) {
+    auto d = load(x + i, extent) - about;
+    if constexpr (magnified) d *= A(kMagnify);
+    if constexpr (std::is_same_v<decltype(extent), Part>)
+      stdx::where(!first_lanes<A>(extent), d) = A(0);
+    first += d;
+    second += d * d;
+  });
+}
+
+/// The sums of a block about `near`, moved to `center`.
+template <typename T>
+Sums moments_of_block(const T* x, int64_t n, compute_t<T> near, double center) {
+  using A = compute_t<T>;
+  auto sums = moments_about<false>(x, n, near);
+  if (too_large<A>(sums.second)) return moments_in_double(x, n, 1, center);
+  if (too_small<A>(sums.second, n)) {
+    sums = moments_about<true>(x, n, near);
+    sums.first *= kReduce;
+    sums.second *= kReduce * kReduce;
+  }
+  const double shift = double(near) - center;
+  return {sums.first + double(n) * shift,
+          sums.second + shift * (2 * sums.first + double(n) * shift)};
+}
+
 template <typename T>
 Sums moments(const T* x, int64_t n, double center) {
-  using A = compute_t<T>;
   Sums sums;
   for (; n > 0; x += kBlock, n -= kBlock) {
     const int64_t m = std::min(n, kBlock);
-    const A near = rough_mean(x, m);
-    const Vec<A> about(near);
-    auto block = sum_vectors<A>(m, [&](int64_t i, auto extent, auto& first, auto& second) {
-      auto d = load(x + i, extent) - about;
-      if constexpr (std::is_same_v<decltype(extent), Part>)
-        stdx::where(!first_lanes<A>(extent), d) = A(0);
-      first += d;
-      second += d * d;
-    });
-    if (in_range<A>(block.second, m)) {
-      const double shift = double(near) - center;
-      block.second += shift * (2 * block.first + double(m) * shift);
-      block.first += double(m) * shift;
-    } else {
-      block = moments_in_double(x, m, center);
-    }
+    const auto block = moments_of_block(x, m, rough_mean(x, m), center);
     sums.first += block.first;
     sums.second += block.second;
   }
@@ -121,7 +143,9 @@ Sums squares(const T* x, int64_t n) {
       const auto v = load(x + i, extent);
       second += v * v;
     });
-    sums.second += in_range<A>(block.second, m) ? block.second : moments_in_double(x, m, 0).second;
+    sums.second += too_large<A>(block.second) || too_small<A>(block.second, m)
+                       ? moments_of_block(x, m, A(0), 0).second
+                       : block.second;
   }
   return sums;
 }
@@ -152,15 +176,35 @@ INLINE void sum_rows(int64_t rows, int64_t slots, A* first, A* second, Term&& te
   for (; row < rows; ++row) add_rows<1>(slots, row, first, second, term);
 }
 
+/// Adds the sums of `rows` rows, taken about `near`, to first, second, moved to `center`. Slots
+/// whose squares left the range of A are summed anew; `factor` is scratch.
 template <typename T>
-void moments_rows_in_double(const T* x, int64_t rows, int64_t slots, const double* center,
-                            double* first, double* second) {
-  for (int64_t r = 0; r < rows; ++r, x += slots)
-    for (int64_t s = 0; s < slots; ++s) {
-      const auto sums = moments_in_double(x + s, 1, center[s]);
-      first[s] += sums.first;
-      second[s] += sums.second;
+void add_moments_out_of_range(const T* x, int64_t rows, int64_t slots, const double* center,
+                              const compute_t<T>* near, compute_t<T>* sum, compute_t<T>* squared,
+                              compute_t<T>* factor, double* first, double* second) {
+  using A = compute_t<T>;
+  for (int64_t s = 0; s < slots; ++s)
+    factor[s] = too_small<A>(double(squared[s]), rows) ? A(kMagnify) : A(1);
+  sum_rows(rows, slots, sum, squared, [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
+    const auto d =
+        (load(x + r * slots + i, extent) - load(near + i, extent)) * load(factor + i, extent);
+    a += d;
+    b += d * d;
+  });
+  for (int64_t s = 0; s < slots; ++s) {
+    Sums sums{double(sum[s]), double(squared[s])};
+    if (too_large<A>(sums.second)) {
+      sums = moments_in_double(x + s, rows, slots, center[s]);
+    } else {
+      const double back = factor[s] == A(1) ? 1 : kReduce;
+      const double shift = double(near[s]) - center[s];
+      sums.first *= back;
+      sums.second = sums.second * back * back + shift * (2 * sums.first + double(rows) * shift);
+      sums.first += double(rows) * shift;
     }
+    first[s] += sums.first;
+    second[s] += sums.second;
+  }
 }
 
 template <typename T>
@@ -185,9 +229,11 @@ void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center,
       b += d * d;
     });
     bool good = true;
-    for (int64_t s = 0; s < slots; ++s) good &= in_range<A>(double(squared[s]), m);
+    for (int64_t s = 0; s < slots; ++s)
+      good &= !too_small<A>(double(squared[s]), m) && !too_large<A>(double(squared[s]));
     if (!good) {
-      moments_rows_in_double(x, m, slots, center, first, second);
+      add_moments_out_of_range(x, m, slots, center, near, sum, squared, scratch + 3 * slots, first,
+                               second);
       continue;
     }
     for (int64_t s = 0; s < slots; ++s) {
