@@ -16,7 +16,7 @@
 namespace syncnorm {
 namespace {
 
-// Room for one signature in a diagnostic gather; longer ones are cut.
+// Room for a signature and its length in a diagnostic gather; a longer one takes a second gather.
 constexpr int64_t kFingerprintBytes = 512;
 
 thread_local std::string current_module;
@@ -29,17 +29,40 @@ bool full_checks() {
   return full;
 }
 
-at::Tensor to_bytes(const std::string& text) {
-  auto bytes = at::zeros({1, kFingerprintBytes}, at::kByte);
-  std::memcpy(bytes.data_ptr(), text.data(), std::min<size_t>(text.size(), kFingerprintBytes - 1));
-  return bytes;
+/// A record of `room` bytes: the text's length, and as much of it as fits.
+at::Tensor to_record(const std::string& text, int64_t room) {
+  auto record = at::zeros({1, room}, at::kByte);
+  auto* data = record.mutable_data_ptr<uint8_t>();
+  const auto length = static_cast<int64_t>(text.size());
+  std::memcpy(data, &length, sizeof length);
+  std::memcpy(data + sizeof length, text.data(), std::min<size_t>(length, room - sizeof length));
+  return record;
 }
 
-std::vector<std::string> to_texts(const at::Tensor& bytes) {
-  std::vector<std::string> texts;
-  const auto* data = reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>());
-  for (int64_t r = 0; r < bytes.size(0); ++r) texts.emplace_back(data + r * kFingerprintBytes);
-  return texts;
+int64_t length_in(const uint8_t* record) {
+  int64_t length = 0;
+  std::memcpy(&length, record, sizeof length);
+  return length;
+}
+
+/// All ranks' texts, where `gather(record, all)` joins the ranks' records. False where
+/// that does not succeed in time.
+template <typename Gather>
+bool gather_texts(const std::string& mine, std::vector<std::string>* texts, const Gather& gather) {
+  constexpr auto kLength = static_cast<int64_t>(sizeof(int64_t));
+  int64_t room = 0, needed = kFingerprintBytes;
+  at::Tensor all;
+  while (needed > room) {  // all ranks see the same lengths, so they go round alike
+    room = needed;
+    if (!gather(to_record(mine, room), all)) return false;
+    for (int64_t r = 0; r < all.size(0); ++r)
+      needed = std::max(needed, length_in(all.const_data_ptr<uint8_t>() + r * room) + kLength);
+  }
+  for (int64_t r = 0; r < all.size(0); ++r) {
+    const auto* record = all.const_data_ptr<uint8_t>() + r * room;
+    texts->emplace_back(reinterpret_cast<const char*>(record + kLength), length_in(record));
+  }
+  return true;
 }
 
 int64_t sum(at::IntArrayRef sizes) {
@@ -117,11 +140,12 @@ void Communicator::check_fingerprints(const char* kind, const at::Tensor& payloa
     const auto extents = payload.sizes().slice(by_row ? 1 : 0);
     mine.add(by_row ? "elements a row" : "elements", c10::multiply_integers(extents));
   }
-  at::Tensor all;
-  if (!gather_diagnostics(to_bytes(mine.text()), all, timeout_seconds()))
+  std::vector<std::string> texts;
+  if (!gather_texts(mine.text(), &texts, [&](const at::Tensor& record, at::Tensor& all) {
+        return gather_diagnostics(record, all, timeout_seconds());
+      }))
     throw CommunicationError(describe_operation() +
                              ": timed out waiting for the other ranks' fingerprints");
-  auto texts = to_texts(all);
   const auto differences = describe_differences(texts);
   if (!differences.empty())
     throw CommunicationError(describe_operation() + ": the ranks disagree: " + differences);
@@ -132,10 +156,12 @@ void Communicator::raise_disagreement(const std::string& mine) {
       5;  // the others raise too and join at once, unless their transport failed
   announce_failure();
   std::string differences;
-  at::Tensor all;
+  std::vector<std::string> texts;
   try {
-    if (gather_diagnostics(to_bytes(mine), all, kSeconds))
-      differences = describe_differences(to_texts(all));
+    if (gather_texts(mine, &texts, [&](const at::Tensor& record, at::Tensor& all) {
+          return gather_diagnostics(record, all, kSeconds);
+        }))
+      differences = describe_differences(texts);
   } catch (const std::exception&) {
     differences.clear();  // the transport is gone as well: the general message has to do
   }
