@@ -61,8 +61,10 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
   const auto counted = [&](const at::Tensor& of_cells) {
     return layout.share.defined() ? of_cells * layout.share : of_cells;
   };
+  const auto suffix = part.label.empty() ? "" : " of " + part.label;
   const auto average = [&](const std::vector<at::Tensor>& sums, const char* pass) {
-    return AllReduceSum::sum_over_ranks(layout.to_slots(at::stack(sums)), shared_call, pass) /
+    return AllReduceSum::sum_over_ranks(layout.to_slots(at::stack(sums)), shared_call,
+                                        pass + suffix) /
            count;
   };
 
@@ -82,7 +84,7 @@ variable_list differentiable_backward(const at::Tensor& x, const at::Tensor& wei
   const auto product = gradient * normalized;
   auto of_affine = at::stack({layout.sum_affine(gradient), layout.sum_affine(product)});
   if (layout.sum_affine_gradients)
-    of_affine = AllReduceSum::sum_over_ranks(of_affine, shared_call, "weight gradient");
+    of_affine = AllReduceSum::sum_over_ranks(of_affine, shared_call, "weight gradient" + suffix);
   if (weight.defined()) result[1] = gradient_of(weight, of_affine[1]);
   if (bias.defined()) result[2] = gradient_of(bias, of_affine[0]);
   if (!call.reduce_backward) return result;

@@ -26,22 +26,21 @@ uint64_t hash_of(const at::Tensor& values) {
   return hash;
 }
 
-/// `prefix` tells the fields of norms that share an exchange apart.
-void describe(const MomentsRequest& request, const std::string& prefix, Signature& signature) {
+void describe(const MomentsRequest& request, Signature& signature) {
+  const auto prefix = request.label.empty() ? "" : request.label + ": ";
   signature.add(prefix + request.layout.unit, request.layout.slots)
       .add(prefix + "dtype", c10::toString(request.dtype))
       .add(prefix + "eps", request.eps)
       .add(prefix + "gradient mode", request.grad_mode ? "on" : "off");
   if (request.center.defined())
     signature.add(prefix + "running_mean (hash)", hash_of(request.center));
-  signature.append(request.details);
+  signature.append(request.details, prefix);
 }
 
 std::string describe(const std::vector<MomentsRequest>& requests) {
   Signature signature;
   signature.add("pass", "forward");
-  for (size_t i = 0; i < requests.size(); ++i)
-    describe(requests[i], requests.size() > 1 ? "norm " + std::to_string(i) + ": " : "", signature);
+  for (const auto& request : requests) describe(request, signature);
   return signature.text();
 }
 

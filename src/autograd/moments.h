@@ -37,6 +37,8 @@ struct MomentsRequest {
   std::string details;  ///< "field=value;" of what else must agree
   /// The input is the sum of these two, yet to be written; or both undefined.
   at::Tensor term, residual;
+  /// Tells requests that share an exchange apart, "norm 1 (bn2)"; empty where there is one.
+  std::string label;
 };
 
 /// Local sums about each request's center, one all-reduce for all requests, and the moments that

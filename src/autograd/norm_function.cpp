@@ -251,7 +251,7 @@ std::vector<Moments> exchange_statistics(const std::vector<NormTensors>& norms, 
     const bool wants = norm.x.requires_grad() || (before && norm.residual.requires_grad());
     requests.push_back({*part.input, part.layout, norm.x.scalar_type(), part.eps, norm.center,
                         grad_mode && wants, grad_mode, norm.keeps_variance, norm.details, term,
-                        residual});
+                        residual, part.label});
   }
   auto moments = exchange_moments(requests, call.comm);
   for (size_t p = 0; p < norms.size(); ++p) {

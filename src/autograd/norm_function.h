@@ -14,6 +14,9 @@ namespace syncnorm {
 
 /// What one norm fixes for its forward, its backward and the backward of that.
 struct NormPart {
+  /// Tells the norms of one call apart in messages and tags, "norm 1 (bn2)"; empty where there is
+  /// one.
+  std::string label;
   double eps = 0;
   NormLayout layout;
   bool relu = false;

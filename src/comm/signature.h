@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <string>
@@ -29,8 +30,13 @@ class Signature {
     return *this;
   }
 
-  Signature& append(const std::string& fields) {
-    text_ += fields;
+  /// Fields as text() gives them, `prefix` put before each name.
+  Signature& append(const std::string& fields, const std::string& prefix = "") {
+    for (size_t at = 0, end = 0; !prefix.empty() && at < fields.size(); at = end) {
+      end = std::min(fields.find(';', at), fields.size() - 1) + 1;
+      text_.append(prefix).append(fields, at, end - at);
+    }
+    if (prefix.empty()) text_ += fields;
     return *this;
   }
 
