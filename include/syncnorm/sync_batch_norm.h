@@ -7,6 +7,7 @@
 #include <string>
 
 #include "syncnorm/communicator.h"
+#include "syncnorm/norm_group.h"
 
 namespace syncnorm {
 
@@ -54,7 +55,7 @@ struct SyncBatchNormOptions {
 ///
 /// Parameters and buffers have torch::nn::BatchNorm's names and shapes: weight, bias, running_mean,
 /// running_var [C], num_batches_tracked [].
-class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
+class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl>, public GroupableNorm {
  public:
   explicit SyncBatchNormImpl(int64_t num_features)
       : SyncBatchNormImpl(SyncBatchNormOptions(num_features)) {}
@@ -88,6 +89,7 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
 
  private:
   BatchNormArguments arguments_of(const torch::Tensor& input, const torch::Tensor& residual);
+  PreparedNorm prepare(const torch::Tensor& input, const torch::Tensor& residual) override;
 
   std::string default_name_;
 };

@@ -9,11 +9,10 @@
 
 #include "syncnorm/communicator.h"
 #include "syncnorm/named_module.h"
+#include "syncnorm/norm_group.h"
 #include "syncnorm/sharding.h"
 
 namespace syncnorm {
-
-struct PreparedNorm;
 
 /// Options of TensorParallelLayerNorm.
 struct TensorParallelLayerNormOptions {
@@ -69,7 +68,7 @@ class ResidualNormHolder : public torch::nn::ModuleHolder<Impl> {
 };
 
 /// What the two norms of split rows share: the shard's place and its parameters.
-class TensorParallelNorm : public NamedModule, public ParallelModule {
+class TensorParallelNorm : public NamedModule, public ParallelModule, public GroupableNorm {
  public:
   /// This rank's columns of a whole row.
   const Sharding& shard() const { return shard_; }
@@ -114,7 +113,7 @@ class TensorParallelLayerNormImpl : public torch::nn::Cloneable<TensorParallelLa
   torch::Tensor bias;    ///< [h], undefined without bias
 
  private:
-  PreparedNorm prepare(const torch::Tensor& input, const torch::Tensor& residual);
+  PreparedNorm prepare(const torch::Tensor& input, const torch::Tensor& residual) override;
 };
 class TensorParallelLayerNorm : public ResidualNormHolder<TensorParallelLayerNormImpl> {
  public:
@@ -145,7 +144,7 @@ class TensorParallelRMSNormImpl : public torch::nn::Cloneable<TensorParallelRMSN
   torch::Tensor bias;
 
  private:
-  PreparedNorm prepare(const torch::Tensor& input, const torch::Tensor& residual);
+  PreparedNorm prepare(const torch::Tensor& input, const torch::Tensor& residual) override;
 };
 class TensorParallelRMSNorm : public ResidualNormHolder<TensorParallelRMSNormImpl> {
  public:

@@ -17,6 +17,8 @@ struct PreparedNorm {
   NormPart part;
   std::shared_ptr<Communicator> comm;
   std::string name;
+  /// Of a norm that needs no communication: applied already, and all else here is empty.
+  torch::Tensor output;
   /// Called with the statistics of all ranks, before they are applied; may be empty.
   std::function<void(const Moments&)> received;
 };

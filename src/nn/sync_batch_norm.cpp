@@ -75,11 +75,19 @@ BatchNormArguments SyncBatchNormImpl::arguments_of(const torch::Tensor& input,
   return arguments;
 }
 
+PreparedNorm SyncBatchNormImpl::prepare(const torch::Tensor& input, const torch::Tensor& residual) {
+  const auto arguments = arguments_of(input, residual);
+  if (is_training() || !running_mean.defined())
+    return prepare_batch_norm(input, arguments, num_batches_tracked);
+  PreparedNorm applied;
+  applied.output = normalize_with_running(input, arguments);
+  return applied;
+}
+
 torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input,
                                          const torch::Tensor& residual) {
-  const auto arguments = arguments_of(input, residual);
-  if (!is_training() && running_mean.defined()) return normalize_with_running(input, arguments);
-  return run_norm(prepare_batch_norm(input, arguments, num_batches_tracked)).front();
+  auto norm = prepare(input, residual);
+  return norm.output.defined() ? norm.output : run_norm(std::move(norm)).front();
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
