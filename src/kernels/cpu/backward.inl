@@ -1,0 +1,206 @@
+// Sums of the gradient, and the gradient of the input. Included by loops.inl inside its namespace.
+
+/// The gradient of element i that passes the gate.
+template <Gate gate, typename T, typename K, typename Extent>
+INLINE Vec<compute_t<T>> gated(const T* x, const T* dy, const T* output, const K& k, int64_t i,
+                               Extent extent) {
+  using A = compute_t<T>;
+  auto g = load(dy + i, extent);
+  if constexpr (gate == Gate::recompute)
+    stdx::where(affine(load(x + i, extent), k.center.at(i, extent), k.scale.at(i, extent),
+                       k.offset.at(i, extent)) <= A(0),
+                g) = A(0);
+  if constexpr (gate == Gate::output) stdx::where(load(output + i, extent) <= A(0), g) = A(0);
+  return g;
+}
+
+template <Gate gate>
+using GateTag = std::integral_constant<Gate, gate>;
+
+template <typename Body>
+INLINE auto with_gate(Gate gate, Body&& body) {
+  switch (gate) {
+    case Gate::recompute:
+      return body(GateTag<Gate::recompute>());
+    case Gate::output:
+      return body(GateTag<Gate::output>());
+    default:
+      return body(GateTag<Gate::open>());
+  }
+}
+
+template <typename T>
+Sums backward_sums(const T* x, const T* dy, const T* output, int64_t n,
+                   const Coefficients<compute_t<T>>& coefficients, Gate gate) {
+  using A = compute_t<T>;
+  const auto k = same(coefficients);
+  return with_gate(gate, [&](auto tag) {
+    Sums sums;
+    for (int64_t start = 0; start < n; start += kBlock) {
+      const auto block = sum_vectors<A>(
+          std::min(n - start, kBlock), [&](int64_t at, auto extent, auto& first, auto& second) {
+            const int64_t i = start + at;
+            const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent);
+            first += g;
+            second +=
+                g * affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
+          });
+      sums.first += block.first;
+      sums.second += block.second;
+    }
+    return sums;
+  });
+}
+
+template <typename T>
+void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
+                        const Coefficients<const compute_t<T>*>& coefficients, Gate gate,
+                        double* first, double* second, compute_t<T>* scratch) {
+  const auto k = each(coefficients);
+  with_gate(gate, [&](auto tag) {
+    for (int64_t start = 0; start < rows; start += kChunkRows) {
+      sum_rows(std::min(rows - start, kChunkRows), slots, scratch, scratch + slots,
+               [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
+                 const int64_t row = (start + r) * slots;
+                 prefetch(x + row + i + kRowsTogether * slots);
+                 prefetch(dy + row + i + kRowsTogether * slots);
+                 const auto* out = output == nullptr ? nullptr : output + row;
+                 const auto g = gated<decltype(tag)::value>(x + row, dy + row, out, k, i, extent);
+                 a += g;
+                 b += g * affine(load(x + row + i, extent), k.center.at(i, extent),
+                                 k.rstd.at(i, extent), k.shift.at(i, extent));
+               });
+      for (int64_t s = 0; s < slots; ++s) {
+        first[s] += double(scratch[s]);
+        second[s] += double(scratch[slots + s]);
+      }
+    }
+  });
+}
+
+/// Lane sums of rows taken together, over columns [0, n).
+template <int Together, bool weighted, bool columns, typename T>
+INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
+                        const Coefficients<compute_t<T>>* coefficients, const compute_t<T>* weight,
+                        compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums) {
+  using A = compute_t<T>;
+  Vec<A> first[Together], second[Together], center[Together], rstd[Together], shift[Together];
+  for (int r = 0; r < Together; ++r) {
+    first[r] = second[r] = Vec<A>(A(0));
+    center[r] = Vec<A>(coefficients[r].center);
+    rstd[r] = Vec<A>(coefficients[r].rstd);
+    shift[r] = Vec<A>(coefficients[r].shift);
+  }
+  for_vectors<A>(n, [&](int64_t i, auto extent) {
+    Vec<A> w(A(1)), dw(A(0)), db(A(0));
+    if constexpr (weighted) w = load(weight + i, extent);
+    if constexpr (columns) {
+      dw = load(dweight + i, extent);
+      db = load(dbias + i, extent);
+    }
+    for (int r = 0; r < Together; ++r) {
+      auto g = load(dy + r * stride + i, extent);
+      const auto xhat = affine(load(x + r * stride + i, extent), center[r], rstd[r], shift[r]);
+      if constexpr (columns) {
+        dw += g * xhat;
+        db += g;
+      }
+      if constexpr (weighted) g *= w;
+      first[r] += g;
+      second[r] += g * xhat;
+    }
+    if constexpr (columns) {
+      store(dw, dweight + i, extent);
+      store(db, dbias + i, extent);
+    }
+  });
+  for (int r = 0; r < Together; ++r) {
+    sums[r].first += double(stdx::reduce(first[r]));
+    sums[r].second += double(stdx::reduce(second[r]));
+  }
+}
+
+template <typename T>
+void backward_sums_columns(const T* x, const T* dy, int64_t rows, int64_t n, int64_t stride,
+                           const Coefficients<compute_t<T>>* k, const compute_t<T>* weight,
+                           compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums) {
+  const auto run = [&](auto together, int64_t row, int64_t at, int64_t count) {
+    const auto sum = [&](auto weighted, auto columns) {
+      sum_columns<decltype(together)::value, decltype(weighted)::value, decltype(columns)::value>(
+          x + row * stride + at, dy + row * stride + at, stride, count, k + row,
+          weight == nullptr ? nullptr : weight + at, dweight == nullptr ? nullptr : dweight + at,
+          dbias == nullptr ? nullptr : dbias + at, sums + row);
+    };
+    if (weight != nullptr) {
+      dweight != nullptr ? sum(std::true_type(), std::true_type())
+                         : sum(std::true_type(), std::false_type());
+    } else {
+      dweight != nullptr ? sum(std::false_type(), std::true_type())
+                         : sum(std::false_type(), std::false_type());
+    }
+  };
+  std::fill_n(sums, rows, Sums());
+  int64_t row = 0;
+  for (; row + kRowsTogether <= rows; row += kRowsTogether)
+    for (int64_t at = 0; at < n; at += kBlock)
+      run(std::integral_constant<int, kRowsTogether>(), row, at, std::min(kBlock, n - at));
+  for (; row < rows; ++row)
+    for (int64_t at = 0; at < n; at += kBlock)
+      run(std::integral_constant<int, 1>(), row, at, std::min(kBlock, n - at));
+}
+
+template <typename T, typename K>
+INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int64_t n, const K& k,
+                                   Gate gate, T* dx, T* dresidual) {
+  using A = compute_t<T>;
+  with_gate(gate, [&](auto tag) {
+    for_vectors<A>(n, [&](int64_t i, auto extent) {
+      const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent);
+      if (dresidual != nullptr) store(g, dresidual + i, extent);
+      if (dx == nullptr) return;
+      const auto scaled = (load(x + i, extent) - k.center.at(i, extent)) * k.rstd.at(i, extent);
+      store(k.a.at(i, extent) * g + k.b.at(i, extent) * scaled + k.c.at(i, extent), dx + i, extent);
+    });
+  });
+}
+
+template <typename T>
+void backward_apply(const T* x, const T* dy, const T* output, int64_t n,
+                    const Coefficients<compute_t<T>>& k, Gate gate, T* dx, T* dresidual) {
+  backward_apply_vectors(x, dy, output, n, same(k), gate, dx, dresidual);
+}
+
+template <typename T>
+void backward_apply_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
+                         const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx,
+                         T* dresidual) {
+  const auto row = [&](auto* p, int64_t r) { return p == nullptr ? nullptr : p + r * slots; };
+  for (int64_t r = 0; r < rows; ++r)
+    backward_apply_vectors(x + r * slots, dy + r * slots, row(output, r), slots, each(k), gate,
+                           row(dx, r), row(dresidual, r));
+}
+
+template <typename T>
+void backward_apply_columns(const T* x, const T* dy, int64_t n,
+                            const Coefficients<compute_t<T>>& coefficients,
+                            const compute_t<T>* weight, const T* extra, T* dx) {
+  using A = compute_t<T>;
+  const auto k = same(coefficients);
+  const auto map = [&](auto weighted, auto added) {
+    for_vectors<A>(n, [&](int64_t i, auto extent) {
+      auto g = load(dy + i, extent);
+      if constexpr (decltype(weighted)::value) g *= load(weight + i, extent);
+      const auto scaled = (load(x + i, extent) - k.center.vector) * k.rstd.vector;
+      auto result = k.a.vector * g + k.b.vector * scaled + k.c.vector;
+      if constexpr (decltype(added)::value) result += load(extra + i, extent);
+      store(result, dx + i, extent);
+    });
+  };
+  if (weight != nullptr) {
+    extra != nullptr ? map(std::true_type(), std::true_type())
+                     : map(std::true_type(), std::false_type());
+  } else {
+    extra != nullptr ? map(std::false_type(), std::true_type())
+                     : map(std::false_type(), std::false_type());
+  }
+}

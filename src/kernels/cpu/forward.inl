@@ -1,0 +1,83 @@
+// From input to output. Included by loops.inl inside its namespace.
+
+template <typename V>
+INLINE V rectified(V value) {
+  stdx::where(value <= typename V::value_type(0), value) = typename V::value_type(0);
+  return value;  // NaN stays
+}
+
+/// One expression for forward and backward, so that both see the same sign.
+template <typename V>
+INLINE V affine(V x, V center, V scale, V offset) {
+  return (x - center) * scale + offset;
+}
+
+template <typename T, typename K>
+INLINE void apply_vectors(const T* x, const T* residual, int64_t n, const K& k, bool relu, T* y) {
+  using A = compute_t<T>;
+  const auto map = [&](auto add, auto rectify) {
+    for_vectors<A>(n, [&](int64_t i, auto extent) {
+      auto v = affine(load(x + i, extent), k.center.at(i, extent), k.scale.at(i, extent),
+                      k.offset.at(i, extent));
+      if constexpr (decltype(add)::value) v += load(residual + i, extent);
+      if constexpr (decltype(rectify)::value) v = rectified(v);
+      store(v, y + i, extent);
+    });
+  };
+  if (residual != nullptr) {
+    relu ? map(std::true_type(), std::true_type()) : map(std::true_type(), std::false_type());
+  } else {
+    relu ? map(std::false_type(), std::true_type()) : map(std::false_type(), std::false_type());
+  }
+}
+
+template <typename A>
+Coefficients<Same<A>> same(const Coefficients<A>& k) {
+  return {Same<A>(k.center), Same<A>(k.rstd), Same<A>(k.shift), Same<A>(k.scale),
+          Same<A>(k.offset), Same<A>(k.a),    Same<A>(k.b),     Same<A>(k.c)};
+}
+
+template <typename A>
+Coefficients<Each<A>> each(const Coefficients<const A*>& k) {
+  return {{k.center}, {k.rstd}, {k.shift}, {k.scale}, {k.offset}, {k.a}, {k.b}, {k.c}};
+}
+
+template <typename T>
+void apply(const T* x, const T* residual, int64_t n, const Coefficients<compute_t<T>>& k, bool relu,
+           T* y) {
+  apply_vectors(x, residual, n, same(k), relu, y);
+}
+
+template <typename T>
+void apply_rows(const T* x, const T* residual, int64_t rows, int64_t slots,
+                const Coefficients<const compute_t<T>*>& k, bool relu, T* y) {
+  for (int64_t r = 0; r < rows; ++r, x += slots, y += slots) {
+    apply_vectors(x, residual, slots, each(k), relu, y);
+    if (residual != nullptr) residual += slots;
+  }
+}
+
+template <typename T>
+void apply_columns(const T* x, int64_t n, const Coefficients<compute_t<T>>& coefficients,
+                   const compute_t<T>* weight, const compute_t<T>* bias, T* y) {
+  using A = compute_t<T>;
+  const auto k = same(coefficients);
+  const auto map = [&](auto weighted, auto biased) {
+    for_vectors<A>(n, [&](int64_t i, auto extent) {
+      auto v = affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
+      if constexpr (decltype(weighted)::value) v *= load(weight + i, extent);
+      if constexpr (decltype(biased)::value) v += load(bias + i, extent);
+      store(v, y + i, extent);
+    });
+  };
+  if (weight == nullptr) return map(std::false_type(), std::false_type());
+  bias == nullptr ? map(std::true_type(), std::false_type())
+                  : map(std::true_type(), std::true_type());
+}
+
+template <typename T>
+void add(const T* x, const T* residual, int64_t n, T* sum) {
+  for_vectors<compute_t<T>>(n, [&](int64_t i, auto extent) {
+    store(load(x + i, extent) + load(residual + i, extent), sum + i, extent);
+  });
+}
