@@ -23,6 +23,7 @@
 
 #include "delayed_communicator.h"
 #include "hardware.h"
+#include "run_on_ranks.h"
 #include "scale_mpi.h"
 #include "scale_subjects.h"
 #include "scale_timing.h"
@@ -297,17 +298,4 @@ int run(const Comm& world, int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  syncnorm::Environment environment(argc, argv);
-  try {
-    return run(environment.world(), argc, argv);
-  } catch (const c10::ValueError& error) {  // of the flags, so on every rank
-    if (environment.world()->rank() == 0)
-      std::fprintf(stderr, "%s\n", error.what_without_backtrace());
-    return 2;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "rank %d: %s\n", environment.world()->rank(), error.what());
-    MPI_Abort(MPI_COMM_WORLD, 1);
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return syncnorm::bench::run_on_ranks(argc, argv, run); }
