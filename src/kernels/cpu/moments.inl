@@ -86,6 +86,11 @@ INLINE Sums moments_about(const T* x, int64_t n, compute_t<T> near) {
   });
 }
 
+/// The sums of n differences from one center as those from another, lower by `shift`.
+INLINE Sums moved(Sums sums, double n, double shift) {
+  return {sums.first + n * shift, sums.second + shift * (2 * sums.first + n * shift)};
+}
+
 /// The sums of a block about `near`, moved to `center`.
 template <typename T>
 Sums moments_of_block(const T* x, int64_t n, compute_t<T> near, double center) {
@@ -97,9 +102,7 @@ Sums moments_of_block(const T* x, int64_t n, compute_t<T> near, double center) {
     sums.first *= kReduce;
     sums.second *= kReduce * kReduce;
   }
-  const double shift = double(near) - center;
-  return {sums.first + double(n) * shift,
-          sums.second + shift * (2 * sums.first + double(n) * shift)};
+  return moved(sums, double(n), double(near) - center);
 }
 
 template <typename T>
@@ -178,10 +181,8 @@ void add_moments_out_of_range(const T* x, int64_t rows, int64_t slots, const dou
       sums = moments_in_double(x + s, rows, slots, center[s]);
     } else {
       const double back = factor[s] == A(1) ? 1 : kReduce;
-      const double shift = double(near[s]) - center[s];
-      sums.first *= back;
-      sums.second = sums.second * back * back + shift * (2 * sums.first + double(rows) * shift);
-      sums.first += double(rows) * shift;
+      sums = moved({sums.first * back, sums.second * back * back}, double(rows),
+                   double(near[s]) - center[s]);
     }
     first[s] += sums.first;
     second[s] += sums.second;
@@ -218,9 +219,10 @@ void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center,
       continue;
     }
     for (int64_t s = 0; s < slots; ++s) {
-      const double shift = double(near[s]) - center[s];
-      first[s] += double(sum[s]) + double(m) * shift;
-      second[s] += double(squared[s]) + shift * (2 * double(sum[s]) + double(m) * shift);
+      const auto sums =
+          moved({double(sum[s]), double(squared[s])}, double(m), double(near[s]) - center[s]);
+      first[s] += sums.first;
+      second[s] += sums.second;
     }
   }
 }
