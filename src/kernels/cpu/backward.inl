@@ -150,34 +150,45 @@ void backward_sums_columns(const T* x, const T* dy, int64_t rows, int64_t n, int
 }
 
 template <typename T, typename K>
-INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int64_t n, const K& k,
-                                   Gate gate, T* dx, T* dresidual) {
+INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int64_t rows,
+                                   int64_t n, const K& k, Gate gate, T* dx, T* dresidual) {
   using A = compute_t<T>;
-  with_gate(gate, [&](auto tag) {
-    for_vectors<A>(n, [&](int64_t i, auto extent) {
-      const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent);
-      if (dresidual != nullptr) store(g, dresidual + i, extent);
-      if (dx == nullptr) return;
-      const auto scaled = (load(x + i, extent) - k.center.at(i, extent)) * k.rstd.at(i, extent);
-      store(k.a.at(i, extent) * g + k.b.at(i, extent) * scaled + k.c.at(i, extent), dx + i, extent);
+  const auto map = [&](auto tag, auto input, auto residual) {
+    for_rows(rows, [&](int64_t row, auto together) {
+      for_vectors<A>(n, [&](int64_t i, auto extent) {
+        const auto center = k.center.at(i, extent), rstd = k.rstd.at(i, extent),
+                   a = k.a.at(i, extent), b = k.b.at(i, extent), c = k.c.at(i, extent);
+        for (int r = 0; r < together; ++r) {
+          const int64_t start = (row + r) * n;
+          const auto* out = output == nullptr ? nullptr : output + start;
+          const auto g = gated<decltype(tag)::value>(x + start, dy + start, out, k, i, extent);
+          if constexpr (decltype(residual)::value) store(g, dresidual + start + i, extent);
+          if constexpr (decltype(input)::value) {
+            const auto scaled = (load(x + start + i, extent) - center) * rstd;
+            store(a * g + b * scaled + c, dx + start + i, extent);
+          }
+        }
+      });
     });
+  };
+  with_gate(gate, [&](auto tag) {
+    if (dresidual == nullptr) return map(tag, std::true_type(), std::false_type());
+    dx == nullptr ? map(tag, std::false_type(), std::true_type())
+                  : map(tag, std::true_type(), std::true_type());
   });
 }
 
 template <typename T>
 void backward_apply(const T* x, const T* dy, const T* output, int64_t n,
                     const Coefficients<compute_t<T>>& k, Gate gate, T* dx, T* dresidual) {
-  backward_apply_vectors(x, dy, output, n, same(k), gate, dx, dresidual);
+  backward_apply_vectors(x, dy, output, 1, n, same(k), gate, dx, dresidual);
 }
 
 template <typename T>
 void backward_apply_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                          const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx,
                          T* dresidual) {
-  const auto row = [&](auto* p, int64_t r) { return p == nullptr ? nullptr : p + r * slots; };
-  for (int64_t r = 0; r < rows; ++r)
-    backward_apply_vectors(x + r * slots, dy + r * slots, row(output, r), slots, each(k), gate,
-                           row(dx, r), row(dresidual, r));
+  backward_apply_vectors(x, dy, output, rows, slots, each(k), gate, dx, dresidual);
 }
 
 template <typename T>

@@ -13,15 +13,22 @@ INLINE V affine(V x, V center, V scale, V offset) {
 }
 
 template <typename T, typename K>
-INLINE void apply_vectors(const T* x, const T* residual, int64_t n, const K& k, bool relu, T* y) {
+INLINE void apply_vectors(const T* x, const T* residual, int64_t rows, int64_t n, const K& k,
+                          bool relu, T* y) {
   using A = compute_t<T>;
   const auto map = [&](auto add, auto rectify) {
-    for_vectors<A>(n, [&](int64_t i, auto extent) {
-      auto v = affine(load(x + i, extent), k.center.at(i, extent), k.scale.at(i, extent),
-                      k.offset.at(i, extent));
-      if constexpr (decltype(add)::value) v += load(residual + i, extent);
-      if constexpr (decltype(rectify)::value) v = rectified(v);
-      store(v, y + i, extent);
+    for_rows(rows, [&](int64_t row, auto together) {
+      for_vectors<A>(n, [&](int64_t i, auto extent) {
+        const auto center = k.center.at(i, extent), scale = k.scale.at(i, extent),
+                   offset = k.offset.at(i, extent);
+        for (int r = 0; r < together; ++r) {
+          const int64_t at = (row + r) * n + i;
+          auto v = affine(load(x + at, extent), center, scale, offset);
+          if constexpr (decltype(add)::value) v += load(residual + at, extent);
+          if constexpr (decltype(rectify)::value) v = rectified(v);
+          store(v, y + at, extent);
+        }
+      });
     });
   };
   if (residual != nullptr) {
@@ -45,16 +52,13 @@ Coefficients<Each<A>> each(const Coefficients<const A*>& k) {
 template <typename T>
 void apply(const T* x, const T* residual, int64_t n, const Coefficients<compute_t<T>>& k, bool relu,
            T* y) {
-  apply_vectors(x, residual, n, same(k), relu, y);
+  apply_vectors(x, residual, 1, n, same(k), relu, y);
 }
 
 template <typename T>
 void apply_rows(const T* x, const T* residual, int64_t rows, int64_t slots,
                 const Coefficients<const compute_t<T>*>& k, bool relu, T* y) {
-  for (int64_t r = 0; r < rows; ++r, x += slots, y += slots) {
-    apply_vectors(x, residual, slots, each(k), relu, y);
-    if (residual != nullptr) residual += slots;
-  }
+  apply_vectors(x, residual, rows, slots, each(k), relu, y);
 }
 
 template <typename T>

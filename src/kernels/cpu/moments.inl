@@ -61,16 +61,6 @@ INLINE bool too_large(double sum) {
 constexpr float kMagnify = 0x1p100f;
 constexpr double kReduce = 0x1p-100;
 
-/// A value so near the mean of x that the mean square about it is at most 8 times the variance.
-template <typename T>
-INLINE compute_t<T> rough_mean(const T* x, int64_t n) {
-  using A = compute_t<T>;
-  const int64_t some = std::max(n / 8, std::min<int64_t>(n, 2 * lanes<A>));
-  const auto sum = sum_vectors<A>(
-      some, [&](int64_t i, auto extent, auto& first, auto&) { first += load(x + i, extent); });
-  return A(sum.first) / A(some);
-}
-
 /// sum(d), sum(d^2) of d = x - near, or of d magnified.
 template <bool magnified, typename T>
 INLINE Sums moments_about(const T* x, int64_t n, compute_t<T> near) {
@@ -91,26 +81,38 @@ INLINE Sums moved(Sums sums, double n, double shift) {
   return {sums.first + n * shift, sums.second + shift * (2 * sums.first + n * shift)};
 }
 
-/// The sums of a block about `near`, moved to `center`.
+/// Whether the mean of n differences is so far from zero that the mean of their squares is more
+/// than 8 times their variance: then the sums about that mean have digits more.
+template <typename V, typename N>
+INLINE auto far_off(V sum, V squared, N n) {
+  return sum * sum > V(0.875F) * squared * n;
+}
+
+/// The sums of a block, moved to `center`. They are taken about `near`; a block that lies far off
+/// moves it to where its own mean is, also for those that follow.
 template <typename T>
-Sums moments_of_block(const T* x, int64_t n, compute_t<T> near, double center) {
+Sums moments_of_block(const T* x, int64_t n, compute_t<T>* near, double center) {
   using A = compute_t<T>;
-  auto sums = moments_about<false>(x, n, near);
+  auto sums = moments_about<false>(x, n, *near);
+  if (far_off(sums.first, sums.second, double(n)) && !too_large<A>(sums.second)) {
+    *near += A(sums.first / double(n));
+    sums = moments_about<false>(x, n, *near);
+  }
   if (too_large<A>(sums.second)) return moments_in_double(x, n, 1, center);
   if (too_small<A>(sums.second, n)) {
-    sums = moments_about<true>(x, n, near);
+    sums = moments_about<true>(x, n, *near);
     sums.first *= kReduce;
     sums.second *= kReduce * kReduce;
   }
-  return moved(sums, double(n), double(near) - center);
+  return moved(sums, double(n), double(*near) - center);
 }
 
 template <typename T>
 Sums moments(const T* x, int64_t n, double center) {
   Sums sums;
+  auto near = compute_t<T>(center);
   for (; n > 0; x += kBlock, n -= kBlock) {
-    const int64_t m = std::min(n, kBlock);
-    const auto block = moments_of_block(x, m, rough_mean(x, m), center);
+    const auto block = moments_of_block(x, std::min(n, kBlock), &near, center);
     sums.first += block.first;
     sums.second += block.second;
   }
@@ -127,9 +129,12 @@ Sums squares(const T* x, int64_t n) {
       const auto v = load(x + i, extent);
       second += v * v;
     });
-    sums.second += too_large<A>(block.second) || too_small<A>(block.second, m)
-                       ? moments_of_block(x, m, A(0), 0).second
-                       : block.second;
+    const auto outside = [&] {
+      A about = 0;
+      return moments_of_block(x, m, &about, 0).second;
+    };
+    sums.second +=
+        too_large<A>(block.second) || too_small<A>(block.second, m) ? outside() : block.second;
   }
   return sums;
 }
@@ -189,31 +194,54 @@ void add_moments_out_of_range(const T* x, int64_t rows, int64_t slots, const dou
   }
 }
 
+/// What is wrong with sums of rows, of any slot.
+struct Flaws {
+  bool far_off = false;
+  bool out_of_range = false;
+};
+template <typename A>
+Flaws flaws(int64_t rows, int64_t slots, const A* sum, const A* squared) {
+  const Vec<A> n = A(rows), smallest = std::is_same_v<A, double> ? A(-1) : A(0x1p-100) * A(rows),
+               largest = std::numeric_limits<A>::max();
+  typename Vec<A>::mask_type far(false), out(false);
+  for_vectors<A>(slots, [&](int64_t i, auto extent) {
+    const auto first = load(sum + i, extent);
+    auto second = load(squared + i, extent);
+    if constexpr (std::is_same_v<decltype(extent), Part>)
+      stdx::where(!first_lanes<A>(extent), second) = A(1);
+    far = far || far_off(first, second, n);
+    out = out || second < smallest || !(second <= largest);
+  });
+  return {stdx::any_of(far), !std::is_same_v<A, double> && stdx::any_of(out)};
+}
+
 template <typename T>
 void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center, double* first,
                   double* second, compute_t<T>* scratch) {
   using A = compute_t<T>;
   A *near = scratch, *sum = scratch + slots, *squared = scratch + 2 * slots;
+  for (int64_t s = 0; s < slots; ++s) near[s] = A(center[s]);
   for (; rows > 0; rows -= kChunkRows, x += kChunkRows * slots) {
     const int64_t m = std::min(rows, kChunkRows);
-    const int64_t some = std::max(m / 8, std::min<int64_t>(m, kRowsTogether));
-    sum_rows(some, slots, near, sum, [&](int64_t r, int64_t i, auto extent, auto& a, auto&) {
-      const T* at = x + r * slots + i;
-      prefetch(at + kRowsTogether * slots);
-      a += load(at, extent);
-    });
-    for (int64_t s = 0; s < slots; ++s) near[s] /= A(some);
-    sum_rows(m, slots, sum, squared, [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
-      const T* at = x + r * slots + i;
-      prefetch(at + kRowsTogether * slots);
-      const auto d = load(at, extent) - load(near + i, extent);
-      a += d;
-      b += d * d;
-    });
-    bool good = true;
-    for (int64_t s = 0; s < slots; ++s)
-      good &= !too_small<A>(double(squared[s]), m) && !too_large<A>(double(squared[s]));
-    if (!good) {
+    const auto sum_about_near = [&] {
+      sum_rows(m, slots, sum, squared, [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
+        const T* at = x + r * slots + i;
+        prefetch(at + kRowsTogether * slots);
+        const auto d = load(at, extent) - load(near + i, extent);
+        a += d;
+        b += d * d;
+      });
+    };
+    sum_about_near();
+    auto found = flaws(m, slots, sum, squared);
+    if (found.far_off) {
+      for (int64_t s = 0; s < slots; ++s)
+        if (far_off(sum[s], squared[s], A(m)) && !too_large<A>(double(squared[s])))
+          near[s] += sum[s] / A(m);
+      sum_about_near();
+      found = flaws(m, slots, sum, squared);
+    }
+    if (found.out_of_range) {
       add_moments_out_of_range(x, m, slots, center, near, sum, squared, scratch + 3 * slots, first,
                                second);
       continue;

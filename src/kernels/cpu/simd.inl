@@ -134,6 +134,16 @@ INLINE void for_vectors(int64_t n, Body&& body) {
   if (i < n) body(i, Part{n - i});
 }
 
+/// Calls body(row, how many) for every row of [0, rows), several together where there are, so that
+/// what belongs to columns is loaded and stored once for all of them.
+template <typename Body>
+INLINE void for_rows(int64_t rows, Body&& body) {
+  int64_t row = 0;
+  for (; row + kRowsTogether <= rows; row += kRowsTogether)
+    body(row, std::integral_constant<int, kRowsTogether>());
+  for (; row < rows; ++row) body(row, std::integral_constant<int, 1>());
+}
+
 /// A factor or term of every element: one value for all, or one for each.
 template <typename A>
 struct Same {
