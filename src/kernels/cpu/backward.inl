@@ -154,7 +154,7 @@ INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int
                                    int64_t n, const K& k, Gate gate, T* dx, T* dresidual) {
   using A = compute_t<T>;
   const auto map = [&](auto tag, auto input, auto residual) {
-    for_rows(rows, [&](int64_t row, auto together) {
+    for_rows(rows, n, [&](int64_t row, auto together) {
       for_vectors<A>(n, [&](int64_t i, auto extent) {
         const auto center = k.center.at(i, extent), rstd = k.rstd.at(i, extent),
                    a = k.a.at(i, extent), b = k.b.at(i, extent), c = k.c.at(i, extent);

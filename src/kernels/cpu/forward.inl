@@ -17,7 +17,7 @@ INLINE void apply_vectors(const T* x, const T* residual, int64_t rows, int64_t n
                           bool relu, T* y) {
   using A = compute_t<T>;
   const auto map = [&](auto add, auto rectify) {
-    for_rows(rows, [&](int64_t row, auto together) {
+    for_rows(rows, n, [&](int64_t row, auto together) {
       for_vectors<A>(n, [&](int64_t i, auto extent) {
         const auto center = k.center.at(i, extent), scale = k.scale.at(i, extent),
                    offset = k.offset.at(i, extent);

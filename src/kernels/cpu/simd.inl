@@ -134,13 +134,19 @@ INLINE void for_vectors(int64_t n, Body&& body) {
   if (i < n) body(i, Part{n - i});
 }
 
-/// Calls body(row, how many) for every row of [0, rows), several together where there are, so that
-/// what belongs to columns is loaded and stored once for all of them.
+/// Values beyond which a pass over rows is bound by memory, where one stream does better than
+/// several; and width from which the coefficients of columns fill the first cache themselves.
+constexpr int64_t kStreamed = 1 << 18;
+constexpr int64_t kWide = 1024;
+
+/// Calls body(row, how many) for every row of [0, rows) of n values; for several together where it
+/// pays to load what belongs to columns once for all of them.
 template <typename Body>
-INLINE void for_rows(int64_t rows, Body&& body) {
+INLINE void for_rows(int64_t rows, int64_t n, Body&& body) {
   int64_t row = 0;
-  for (; row + kRowsTogether <= rows; row += kRowsTogether)
-    body(row, std::integral_constant<int, kRowsTogether>());
+  if (n >= kWide || rows * n <= kStreamed)
+    for (; row + kRowsTogether <= rows; row += kRowsTogether)
+      body(row, std::integral_constant<int, kRowsTogether>());
   for (; row < rows; ++row) body(row, std::integral_constant<int, 1>());
 }
 
