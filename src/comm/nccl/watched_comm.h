@@ -1,0 +1,105 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/nccl/api.h"
+
+namespace syncnorm::nccl {
+
+/// What an operation is called in messages, and its number on its communicator.
+struct Operation {
+  std::string text;
+  uint64_t sequence = 0;
+};
+
+/// An NCCL communicator of its own together with the thread that watches what is queued on it.
+///
+/// NCCL wants no other call in progress while a communicator is aborted, so every call is made
+/// under one lock; the communicator is nonblocking, so none of them lasts. After a failure the
+/// communicator is aborted, once, and never touched again.
+///
+/// Thread safety: one thread at a time, beside the watching one.
+class WatchedComm {
+ public:
+  /// Who is missing from an operation, for messages: "; rank 1 has not entered it", or "".
+  using Absentees = std::function<std::string(uint64_t sequence)>;
+
+  /// Takes over `comm`, which is ready. `owner` names it where no operation is to blame.
+  WatchedComm(Backend backend, int device, ncclComm_t comm, std::string owner, Absentees absentees);
+
+  /// Waits for what is queued, as long as an operation may take, then destroys the communicator;
+  /// aborts it where that does not succeed. Does not raise.
+  ~WatchedComm();
+  WatchedComm(const WatchedComm&) = delete;
+  WatchedComm& operator=(const WatchedComm&) = delete;
+
+  /// Calls `enqueue(api, comm)`, returns when NCCL has put the work on `stream`, and has it
+  /// watched. Raises CommunicationError where that fails or something failed before.
+  template <typename F>
+  void run(const Operation& operation, cudaStream_t stream, const F& enqueue) {
+    ncclResult_t result = ncclInProgress;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      raise_if_failed(operation);
+      result = enqueue(backend_.nccl, comm_);
+    }
+    settle(operation, result);
+    watch(operation, stream);
+  }
+
+  /// Waits for the stream; the watching thread bounds the time.
+  void synchronize(const Operation& operation, cudaStream_t stream);
+
+  bool is_capturing(cudaStream_t stream) const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Watched {
+    Operation operation;
+    Clock::time_point since;
+    cudaEvent_t event = nullptr;
+  };
+
+  void raise_if_failed(const Operation& operation) const;
+  void settle(const Operation& operation, ncclResult_t result);
+  void watch(const Operation& operation, cudaStream_t stream);
+  cudaError_t record(const Operation& operation, cudaStream_t stream);
+  [[noreturn]] void fail_here(const Operation& operation, const std::string& why);
+  bool fail(const std::string& message);
+  void abort();
+
+  void watch_loop();
+  std::string look();
+  std::string nccl_text(ncclResult_t result) const;
+  std::string cuda_text(cudaError_t error) const;
+  std::string seconds_text() const;
+  bool drain();
+  void close();
+
+  const Backend backend_;
+  const int device_;
+  const ncclComm_t comm_;
+  const std::string owner_;
+  const Absentees absentees_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Watched> watched_;     // oldest first
+  std::vector<cudaEvent_t> spare_;  // events that nothing waits for
+  std::string failure_;             // not empty: comm_ is gone
+  bool captured_ = false;           // a graph may hold on to comm_
+  bool driver_gone_ = false;
+  bool closing_ = false;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace syncnorm::nccl
