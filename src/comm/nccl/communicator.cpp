@@ -163,7 +163,7 @@ class NcclCommunicator final : public Communicator {
 
   void announce_failure() override { line_.fail(operation().sequence); }
 
-  Operation current() const { return {describe_operation(), operation().sequence}; }
+  Label current() const { return {describe_operation(), operation().sequence}; }
 
   /// Whether NCCL can reach the tensor; false for the bootstrap communicator's, in host memory.
   bool is_ours(const at::Tensor& tensor) const {
@@ -183,9 +183,9 @@ class NcclCommunicator final : public Communicator {
   template <typename F>
   void queue(int64_t elements, const F& enqueue) {
     const auto stream = backend_.cuda.current_stream(device_);
-    const auto operation = current();
-    const BoardLine::Entered entered(line_, operation.sequence, operation.text);
-    comm_.run(operation, stream, [&](const NcclApi& nccl, ncclComm_t comm) {
+    const Label label = current();
+    const BoardLine::Entered entered(line_, label.sequence, label.text);
+    comm_.run(label, stream, [&](const NcclApi& nccl, ncclComm_t comm) {
       return elements == 0 ? ncclSuccess : enqueue(nccl, comm, stream);
     });
   }

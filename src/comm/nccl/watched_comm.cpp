@@ -83,49 +83,49 @@ void WatchedComm::abort() {
   }
 }
 
-void WatchedComm::raise_if_failed(const Operation& operation) const {
+void WatchedComm::raise_if_failed(const Label& label) const {
   if (failure_.empty()) return;
-  const bool own = failure_.compare(0, operation.text.size(), operation.text) == 0;
+  const bool own = failure_.compare(0, label.text.size(), label.text) == 0;
   throw CommunicationError(own ? failure_
-                               : operation.text + ": this communicator failed before: " + failure_);
+                               : label.text + ": this communicator failed before: " + failure_);
 }
 
 /// Waits until NCCL has queued an operation, which the first time needs the other ranks.
-void WatchedComm::settle(const Operation& operation, ncclResult_t result) {
+void WatchedComm::settle(const Label& label, ncclResult_t result) {
   const auto deadline = Clock::now() + Seconds(backend_.timeout);
   for (int polls = 0; result == ncclInProgress; ++polls) {
     if (polls > kSpins) std::this_thread::sleep_for(std::chrono::microseconds(50));
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      raise_if_failed(operation);
+      raise_if_failed(label);
       ncclResult_t state = ncclInProgress;
       const ncclResult_t call = backend_.nccl.async_error(comm_, &state);
       result = call == ncclSuccess ? state : call;
     }
     if (result == ncclInProgress && Clock::now() > deadline)
-      fail_here(operation, "timed out after " + seconds_text() + " waiting for NCCL to start it" +
-                               absentees_(operation.sequence));
+      fail_here(label, "timed out after " + seconds_text() + " waiting for NCCL to start it" +
+                           absentees_(label.sequence));
   }
   if (result == ncclSuccess) return;
   std::string why;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    raise_if_failed(operation);
+    raise_if_failed(label);
     why = nccl_text(result);
   }
-  fail_here(operation, why);
+  fail_here(label, why);
 }
 
-void WatchedComm::watch(const Operation& operation, cudaStream_t stream) {
+void WatchedComm::watch(const Label& label, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    error = record(operation, stream);
+    error = record(label, stream);
   }
-  if (error != cudaSuccess) fail_here(operation, cuda_text(error));
+  if (error != cudaSuccess) fail_here(label, cuda_text(error));
 }
 
-cudaError_t WatchedComm::record(const Operation& operation, cudaStream_t stream) {
+cudaError_t WatchedComm::record(const Label& label, cudaStream_t stream) {
   if (is_capturing(stream)) {
     captured_ = true;
     return cudaSuccess;
@@ -142,18 +142,18 @@ cudaError_t WatchedComm::record(const Operation& operation, cudaStream_t stream)
     }
     watched_.push_back(next);
   }
-  watched_.back().operation = operation;
+  watched_.back().label = label;
   watched_.back().since = Clock::now();
   return backend_.cuda.event_record(watched_.back().event, stream);
 }
 
-void WatchedComm::synchronize(const Operation& operation, cudaStream_t stream) {
+void WatchedComm::synchronize(const Label& label, cudaStream_t stream) {
   const cudaError_t error = backend_.cuda.synchronize(stream);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    raise_if_failed(operation);
+    raise_if_failed(label);
   }
-  if (error != cudaSuccess) fail_here(operation, cuda_text(error));
+  if (error != cudaSuccess) fail_here(label, cuda_text(error));
 }
 
 bool WatchedComm::is_capturing(cudaStream_t stream) const {
@@ -162,10 +162,10 @@ bool WatchedComm::is_capturing(cudaStream_t stream) const {
          status != cudaStreamCaptureStatusNone;
 }
 
-void WatchedComm::fail_here(const Operation& operation, const std::string& why) {
-  fail(operation.text + ": " + why);
+void WatchedComm::fail_here(const Label& label, const std::string& why) {
+  fail(label.text + ": " + why);
   const std::lock_guard<std::mutex> lock(mutex_);
-  raise_if_failed(operation);
+  raise_if_failed(label);
   std::terminate();  // fail() leaves a message behind
 }
 
@@ -214,11 +214,11 @@ std::string WatchedComm::look() {
       driver_gone_ = true;
       return "";
     }
-    if (state != cudaSuccess) return watched_.front().operation.text + ": " + cuda_text(state);
+    if (state != cudaSuccess) return watched_.front().label.text + ": " + cuda_text(state);
     spare_.push_back(watched_.front().event);
     watched_.pop_front();
   }
-  const std::string subject = watched_.empty() ? owner_ : watched_.front().operation.text;
+  const std::string subject = watched_.empty() ? owner_ : watched_.front().label.text;
   ncclResult_t state = ncclSuccess;
   const ncclResult_t call = backend_.nccl.async_error(comm_, &state);
   if (call != ncclSuccess) state = call;
@@ -226,7 +226,7 @@ std::string WatchedComm::look() {
   if (watched_.empty() || Clock::now() - watched_.front().since < Seconds(backend_.timeout))
     return "";
   return subject + ": timed out after " + seconds_text() + " waiting for the device to finish it" +
-         absentees_(watched_.front().operation.sequence);
+         absentees_(watched_.front().label.sequence);
 }
 
 std::string WatchedComm::nccl_text(ncclResult_t result) const {

@@ -15,7 +15,7 @@
 namespace syncnorm::nccl {
 
 /// What an operation is called in messages, and its number on its communicator.
-struct Operation {
+struct Label {
   std::string text;
   uint64_t sequence = 0;
 };
@@ -44,35 +44,35 @@ class WatchedComm {
   /// Calls `enqueue(api, comm)`, returns when NCCL has put the work on `stream`, and has it
   /// watched. Raises CommunicationError where that fails or something failed before.
   template <typename F>
-  void run(const Operation& operation, cudaStream_t stream, const F& enqueue) {
+  void run(const Label& label, cudaStream_t stream, const F& enqueue) {
     ncclResult_t result = ncclInProgress;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      raise_if_failed(operation);
+      raise_if_failed(label);
       result = enqueue(backend_.nccl, comm_);
     }
-    settle(operation, result);
-    watch(operation, stream);
+    settle(label, result);
+    watch(label, stream);
   }
 
   /// Waits for the stream; the watching thread bounds the time.
-  void synchronize(const Operation& operation, cudaStream_t stream);
+  void synchronize(const Label& label, cudaStream_t stream);
 
   bool is_capturing(cudaStream_t stream) const;
 
  private:
   using Clock = std::chrono::steady_clock;
   struct Watched {
-    Operation operation;
+    Label label;
     Clock::time_point since;
     cudaEvent_t event = nullptr;
   };
 
-  void raise_if_failed(const Operation& operation) const;
-  void settle(const Operation& operation, ncclResult_t result);
-  void watch(const Operation& operation, cudaStream_t stream);
-  cudaError_t record(const Operation& operation, cudaStream_t stream);
-  [[noreturn]] void fail_here(const Operation& operation, const std::string& why);
+  void raise_if_failed(const Label& label) const;
+  void settle(const Label& label, ncclResult_t result);
+  void watch(const Label& label, cudaStream_t stream);
+  cudaError_t record(const Label& label, cudaStream_t stream);
+  [[noreturn]] void fail_here(const Label& label, const std::string& why);
   bool fail(const std::string& message);
   void abort();
 
