@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "comm/status_board.h"
-
 namespace syncnorm {
 
 BoardLine::BoardLine(uint64_t uid, std::vector<int> world_ranks, int rank)
@@ -25,6 +23,15 @@ BoardLine::Entered::~Entered() {
 void BoardLine::fail(uint64_t sequence) const {
   if (auto* board = StatusBoard::current(); board != nullptr && line_ >= 0)
     board->fail(line_, sequence);
+}
+
+std::string BoardLine::peers_in(StatusBoard::Fate fate, uint64_t sequence) const {
+  std::string text;
+  const auto* board = StatusBoard::current();
+  for (int r = 0; board != nullptr && r < static_cast<int>(world_ranks_.size()); ++r)
+    if (r != rank_ && board->fate(world_ranks_[r], uid_, sequence) == fate)
+      text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
+  return text;
 }
 
 std::string BoardLine::absentees(uint64_t sequence) const {

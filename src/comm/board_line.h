@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/status_board.h"
+
 namespace syncnorm {
 
 /// One communicator's place on the status board. Does nothing and knows nothing where no
@@ -28,6 +30,9 @@ class BoardLine {
 
   /// This rank is about to raise from the operation.
   void fail(uint64_t sequence) const;
+
+  /// "rank 1, rank 3": the other ranks that met `fate` in operation `sequence`, as far as is known.
+  std::string peers_in(StatusBoard::Fate fate, uint64_t sequence) const;
 
   /// "; rank 1 has not entered it: ...; rank 2 ...": the other ranks that are not known to have
   /// come to operation `sequence`.

@@ -264,6 +264,14 @@ cudaError_t synchronize(cudaStream_t) {
   return cudaSuccess;
 }
 
+cudaError_t event_record(cudaEvent_t event, cudaStream_t stream) {
+  if (stream != the_stream()) ++fake->misuses;
+  if (fake->stream_full) synchronize(stream);
+  event->hangs = fake->device_hangs.load();
+  fake->note("event_record");
+  return cudaSuccess;
+}
+
 syncnorm::nccl::NcclApi nccl_functions() {
   syncnorm::nccl::NcclApi api;
   api.get_version = [](int* version) {
@@ -307,12 +315,7 @@ syncnorm::nccl::CudaApi cuda_functions() {
     ++fake->events_created;
     return cudaSuccess;
   };
-  api.event_record = [](cudaEvent_t event, cudaStream_t stream) {
-    if (stream != the_stream()) ++fake->misuses;
-    event->hangs = fake->device_hangs.load();
-    fake->note("event_record");
-    return cudaSuccess;
-  };
+  api.event_record = event_record;
   api.event_query = event_query;
   api.event_destroy = [](cudaEvent_t event) {
     delete event;

@@ -20,6 +20,7 @@ struct FakeNccl {
   std::atomic<bool> init_hangs{false};
   std::atomic<bool> start_hangs{false};   ///< collectives stay in progress and do nothing
   std::atomic<bool> device_hangs{false};  ///< collectives do nothing, their events stay unready
+  std::atomic<bool> stream_full{false};   ///< nothing more is recorded before the device goes on
   std::atomic<bool> call_fails{false};    ///< collectives return an error
   std::atomic<bool> finalize_hangs{false};
   std::atomic<bool> capturing{false};

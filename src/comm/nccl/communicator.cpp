@@ -76,10 +76,9 @@ class NcclCommunicator final : public Communicator {
         backend_(backend),
         bootstrap_(std::move(bootstrap)),
         device_(device),
-        line_(joined.uid, joined.world_ranks, rank()),
         comm_(backend, device.index(), joined.comm,
               this->name() + ", rank " + std::to_string(rank()) + " of " + std::to_string(size()),
-              [this](uint64_t sequence) { return line_.absentees(sequence); }) {}
+              BoardLine(joined.uid, joined.world_ranks, rank())) {}
 
  private:
   void do_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
@@ -161,7 +160,7 @@ class NcclCommunicator final : public Communicator {
     return gather_diagnostics_of(*bootstrap_, mine, all, seconds);
   }
 
-  void announce_failure() override { line_.fail(operation().sequence); }
+  void announce_failure() override { comm_.line().fail(operation().sequence); }
 
   Label current() const { return {describe_operation(), operation().sequence}; }
 
@@ -183,9 +182,7 @@ class NcclCommunicator final : public Communicator {
   template <typename F>
   void queue(int64_t elements, const F& enqueue) {
     const auto stream = backend_.cuda.current_stream(device_);
-    const Label label = current();
-    const BoardLine::Entered entered(line_, label.sequence, label.text);
-    comm_.run(label, stream, [&](const NcclApi& nccl, ncclComm_t comm) {
+    comm_.run(current(), stream, [&](const NcclApi& nccl, ncclComm_t comm) {
       return elements == 0 ? ncclSuccess : enqueue(nccl, comm, stream);
     });
   }
@@ -193,8 +190,7 @@ class NcclCommunicator final : public Communicator {
   Backend backend_;
   std::shared_ptr<Communicator> bootstrap_;
   c10::Device device_;
-  BoardLine line_;
-  WatchedComm comm_;  // last: its thread reads the others
+  WatchedComm comm_;
 };
 
 std::shared_ptr<Communicator> make(const Backend& backend, std::shared_ptr<Communicator> bootstrap,

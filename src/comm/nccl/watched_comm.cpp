@@ -1,6 +1,7 @@
 #include "comm/nccl/watched_comm.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <exception>
 #include <utility>
@@ -23,12 +24,12 @@ constexpr int kSpins = 1000;   // looks at NCCL's state before the processor is 
 }  // namespace
 
 WatchedComm::WatchedComm(Backend backend, int device, ncclComm_t comm, std::string owner,
-                         Absentees absentees)
+                         BoardLine line)
     : backend_(std::move(backend)),
       device_(device),
       comm_(comm),
       owner_(std::move(owner)),
-      absentees_(std::move(absentees)),
+      line_(std::move(line)),
       thread_([this] { watch_loop(); }) {}
 
 WatchedComm::~WatchedComm() {
@@ -83,77 +84,79 @@ void WatchedComm::abort() {
   }
 }
 
-void WatchedComm::raise_if_failed(const Label& label) const {
-  if (failure_.empty()) return;
-  const bool own = failure_.compare(0, label.text.size(), label.text) == 0;
-  throw CommunicationError(own ? failure_
-                               : label.text + ": this communicator failed before: " + failure_);
+void WatchedComm::raise_if_failed() const {
+  if (!failure_.empty()) throw CommunicationError(failure_);
 }
 
 /// Waits until NCCL has queued an operation, which the first time needs the other ranks.
 void WatchedComm::settle(const Label& label, ncclResult_t result) {
-  const auto deadline = Clock::now() + Seconds(backend_.timeout);
+  const auto start = Clock::now();
   for (int polls = 0; result == ncclInProgress; ++polls) {
     if (polls > kSpins) std::this_thread::sleep_for(std::chrono::microseconds(50));
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      raise_if_failed(label);
+      raise_if_failed();
       ncclResult_t state = ncclInProgress;
       const ncclResult_t call = backend_.nccl.async_error(comm_, &state);
       result = call == ncclSuccess ? state : call;
     }
-    if (result == ncclInProgress && Clock::now() > deadline)
-      fail_here(label, "timed out after " + seconds_text() + " waiting for NCCL to start it" +
-                           absentees_(label.sequence));
+    if (result != ncclInProgress || polls < kSpins) continue;
+    const auto found = waited_too_long(label, start, "NCCL to start it");
+    if (!found.empty()) fail_here(found);
   }
   if (result == ncclSuccess) return;
   std::string why;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    raise_if_failed(label);
+    raise_if_failed();
     why = nccl_text(result);
   }
-  fail_here(label, why);
+  fail_here(label.text + ": " + why);
 }
 
 void WatchedComm::watch(const Label& label, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  {
+  if (is_capturing(stream)) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    error = record(label, stream);
+    captured_ = true;
+    return;
   }
-  if (error != cudaSuccess) fail_here(label, cuda_text(error));
+  cudaEvent_t event = take_event();
+  cudaError_t error = cudaSuccess;
+  if (event == nullptr) {
+    const CurrentDevice current(backend_.cuda, device_);
+    error = backend_.cuda.event_create(&event, cudaEventDisableTiming);
+  }
+  // Without the lock: a full stream makes this wait, perhaps for an abort by the other thread.
+  if (error == cudaSuccess) error = backend_.cuda.event_record(event, stream);
+  if (event != nullptr) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    watched_.push_back({label, Clock::now(), event});
+  }
+  if (error != cudaSuccess) fail_here(label.text + ": " + cuda_text(error));
 }
 
-cudaError_t WatchedComm::record(const Label& label, cudaStream_t stream) {
-  if (is_capturing(stream)) {
-    captured_ = true;
-    return cudaSuccess;
+/// An event that nothing waits for, or the newest operation's where all are taken; null where one
+/// has to be made.
+cudaEvent_t WatchedComm::take_event() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  cudaEvent_t event = nullptr;
+  if (!spare_.empty()) {
+    event = spare_.back();
+    spare_.pop_back();
+  } else if (watched_.size() >= kWatched) {
+    event = watched_.back().event;
+    watched_.pop_back();
   }
-  if (watched_.size() < kWatched) {
-    Watched next;
-    if (!spare_.empty()) {
-      next.event = spare_.back();
-      spare_.pop_back();
-    } else {
-      const CurrentDevice current(backend_.cuda, device_);
-      const auto error = backend_.cuda.event_create(&next.event, cudaEventDisableTiming);
-      if (error != cudaSuccess) return error;
-    }
-    watched_.push_back(next);
-  }
-  watched_.back().label = label;
-  watched_.back().since = Clock::now();
-  return backend_.cuda.event_record(watched_.back().event, stream);
+  return event;
 }
 
 void WatchedComm::synchronize(const Label& label, cudaStream_t stream) {
   const cudaError_t error = backend_.cuda.synchronize(stream);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    raise_if_failed(label);
+    raise_if_failed();
   }
-  if (error != cudaSuccess) fail_here(label, cuda_text(error));
+  if (error != cudaSuccess) fail_here(label.text + ": " + cuda_text(error));
 }
 
 bool WatchedComm::is_capturing(cudaStream_t stream) const {
@@ -162,24 +165,22 @@ bool WatchedComm::is_capturing(cudaStream_t stream) const {
          status != cudaStreamCaptureStatusNone;
 }
 
-void WatchedComm::fail_here(const Label& label, const std::string& why) {
-  fail(label.text + ": " + why);
+void WatchedComm::fail_here(const std::string& message) {
+  fail(message);
   const std::lock_guard<std::mutex> lock(mutex_);
-  raise_if_failed(label);
-  std::terminate();  // fail() leaves a message behind
+  throw CommunicationError(failure_);  // the first one, where another thread was faster
 }
 
-/// Ends the communicator for good; false where it had ended before.
-bool WatchedComm::fail(const std::string& message) {
+/// Ends the communicator for good, once.
+void WatchedComm::fail(const std::string& message) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!failure_.empty()) return false;
+    if (!failure_.empty()) return;
     failure_ = message;
   }
   note_abandoned_operation();
   changed_.notify_all();
   abort();  // nobody calls NCCL past a failure, so the lock is not needed, and an abort may last
-  return true;
 }
 
 void WatchedComm::watch_loop() {
@@ -223,10 +224,24 @@ std::string WatchedComm::look() {
   const ncclResult_t call = backend_.nccl.async_error(comm_, &state);
   if (call != ncclSuccess) state = call;
   if (state != ncclSuccess && state != ncclInProgress) return subject + ": " + nccl_text(state);
-  if (watched_.empty() || Clock::now() - watched_.front().since < Seconds(backend_.timeout))
-    return "";
-  return subject + ": timed out after " + seconds_text() + " waiting for the device to finish it" +
-         absentees_(watched_.front().label.sequence);
+  if (watched_.empty()) return "";
+  return waited_too_long(watched_.front().label, watched_.front().since, "the device to finish it");
+}
+
+/// Why it is no use to wait any longer for an operation, or "".
+std::string WatchedComm::waited_too_long(const Label& label, Clock::time_point since,
+                                         const char* for_what) const {
+  const Seconds waited = Clock::now() - since;
+  if (waited < Seconds(std::min(1.0, backend_.timeout))) return "";
+  const auto failed = line_.peers_in(StatusBoard::Fate::failed, label.sequence);
+  if (!failed.empty()) return label.text + ": it failed on " + failed;
+  const auto missing = line_.absentees(label.sequence);
+  if (!line_.peers_in(StatusBoard::Fate::ended, label.sequence).empty())
+    return label.text + ": a rank has ended without it" + missing;
+  if (waited < Seconds(backend_.timeout)) return "";
+  std::array<char, 64> seconds{};
+  std::snprintf(seconds.data(), seconds.size(), "%g s (SYNCNORM_TIMEOUT)", backend_.timeout);
+  return label.text + ": timed out after " + seconds.data() + " waiting for " + for_what + missing;
 }
 
 std::string WatchedComm::nccl_text(ncclResult_t result) const {
@@ -237,12 +252,6 @@ std::string WatchedComm::nccl_text(ncclResult_t result) const {
 
 std::string WatchedComm::cuda_text(cudaError_t error) const {
   return std::string("CUDA reports ") + backend_.cuda.error_string(error);
-}
-
-std::string WatchedComm::seconds_text() const {
-  char text[64];
-  std::snprintf(text, sizeof text, "%g s (SYNCNORM_TIMEOUT)", backend_.timeout);
-  return text;
 }
 
 }  // namespace syncnorm::nccl

@@ -4,12 +4,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "comm/board_line.h"
 #include "comm/nccl/api.h"
 
 namespace syncnorm::nccl {
@@ -29,11 +29,9 @@ struct Label {
 /// Thread safety: one thread at a time, beside the watching one.
 class WatchedComm {
  public:
-  /// Who is missing from an operation, for messages: "; rank 1 has not entered it", or "".
-  using Absentees = std::function<std::string(uint64_t sequence)>;
-
-  /// Takes over `comm`, which is ready. `owner` names it where no operation is to blame.
-  WatchedComm(Backend backend, int device, ncclComm_t comm, std::string owner, Absentees absentees);
+  /// Takes over `comm`, which is ready. `owner` names it where no operation is to blame; `line` is
+  /// where its ranks see each other.
+  WatchedComm(Backend backend, int device, ncclComm_t comm, std::string owner, BoardLine line);
 
   /// Waits for what is queued, as long as an operation may take, then destroys the communicator;
   /// aborts it where that does not succeed. Does not raise.
@@ -45,10 +43,11 @@ class WatchedComm {
   /// watched. Raises CommunicationError where that fails or something failed before.
   template <typename F>
   void run(const Label& label, cudaStream_t stream, const F& enqueue) {
+    const BoardLine::Entered entered(line_, label.sequence, label.text);
     ncclResult_t result = ncclInProgress;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      raise_if_failed(label);
+      raise_if_failed();
       result = enqueue(backend_.nccl, comm_);
     }
     settle(label, result);
@@ -60,6 +59,8 @@ class WatchedComm {
 
   bool is_capturing(cudaStream_t stream) const;
 
+  const BoardLine& line() const { return line_; }
+
  private:
   using Clock = std::chrono::steady_clock;
   struct Watched {
@@ -68,19 +69,20 @@ class WatchedComm {
     cudaEvent_t event = nullptr;
   };
 
-  void raise_if_failed(const Label& label) const;
+  void raise_if_failed() const;
   void settle(const Label& label, ncclResult_t result);
   void watch(const Label& label, cudaStream_t stream);
-  cudaError_t record(const Label& label, cudaStream_t stream);
-  [[noreturn]] void fail_here(const Label& label, const std::string& why);
-  bool fail(const std::string& message);
+  cudaEvent_t take_event();
+  [[noreturn]] void fail_here(const std::string& message);
+  void fail(const std::string& message);
   void abort();
 
   void watch_loop();
   std::string look();
+  std::string waited_too_long(const Label& label, Clock::time_point since,
+                              const char* for_what) const;
   std::string nccl_text(ncclResult_t result) const;
   std::string cuda_text(cudaError_t error) const;
-  std::string seconds_text() const;
   bool drain();
   void close();
 
@@ -88,7 +90,7 @@ class WatchedComm {
   const int device_;
   const ncclComm_t comm_;
   const std::string owner_;
-  const Absentees absentees_;
+  const BoardLine line_;
 
   std::mutex mutex_;
   std::condition_variable changed_;
