@@ -42,7 +42,11 @@ WatchedComm::~WatchedComm() {
   thread_.join();
   int device = 0;
   if (driver_gone_ || backend_.cuda.get_device(&device) == cudaErrorCudartUnloading) return;
-  if (failure_.empty()) drained ? close() : abort();
+  if (drained && failure_.empty()) {
+    close();
+  } else {
+    fail(owner_ + ": destroyed with unfinished operations");  // unless it failed before
+  }
   for (const auto& watched : watched_) backend_.cuda.event_destroy(watched.event);
   for (const auto event : spare_) backend_.cuda.event_destroy(event);
 }
