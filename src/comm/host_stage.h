@@ -9,6 +9,12 @@
 
 namespace syncnorm {
 
+/// Waits until what is queued for the tensor's memory on its current stream is done.
+inline void wait_for_stream(const at::Tensor& tensor) {
+  const c10::impl::VirtualGuardImpl guard(tensor.device().type());
+  guard.synchronizeStream(guard.getStream(tensor.device()));
+}
+
 /// Brings a tensor to where and how MPI can reduce or move it, and back.
 ///
 /// A CUDA tensor comes through pinned memory on the current stream, which this waits for on the way
@@ -39,8 +45,7 @@ class HostStage {
     const auto options = at::TensorOptions().dtype(dtype).pinned_memory(true);
     const auto host = at::empty(tensor.sizes(), options);
     host.copy_(tensor, /*non_blocking=*/true);
-    const c10::impl::VirtualGuardImpl guard(tensor.device().type());
-    guard.synchronizeStream(guard.getStream(tensor.device()));
+    wait_for_stream(tensor);
     return host;
   }
 

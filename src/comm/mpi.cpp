@@ -12,6 +12,7 @@
 #include "comm/board_line.h"
 #include "comm/host_stage.h"
 #include "comm/mpi_check.h"
+#include "comm/mpi_cuda.h"
 #include "comm/mpi_limits.h"
 #include "comm/mpi_types.h"
 #include "comm/reduction.h"
@@ -72,7 +73,19 @@ class MpiCommunicator final : public Communicator {
     stage.copy_back();
   }
 
+  /// Whether MPI gets the device memory of a CUDA tensor that moves `bytes` itself, in one blocking
+  /// call: Open MPI's nonblocking collectives take none, and its reductions stage it themselves.
+  bool goes_directly(const at::Tensor& tensor, int64_t bytes) const {
+    return tensor.is_cuda() && !serialized_ && bytes > kBlockingBytes && bytes <= max_count &&
+           mpi_takes_device_memory();
+  }
+
   void do_broadcast(const at::Tensor& tensor, int root) override {
+    if (goes_directly(tensor, static_cast<int64_t>(tensor.nbytes()))) {
+      const InFlight in_flight({tensor});
+      wait_for_stream(tensor);
+      return broadcast_bytes(tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes()), root);
+    }
     const HostStage stage(tensor, tensor.scalar_type());
     const InFlight in_flight({stage.host()});
     broadcast_bytes(stage.host().data_ptr(), static_cast<int64_t>(stage.host().nbytes()), root);
@@ -89,9 +102,16 @@ class MpiCommunicator final : public Communicator {
   }
 
   at::Tensor do_all_gather(const at::Tensor& shard, at::IntArrayRef sizes) override {
-    const HostStage stage(shard, shard.scalar_type());
     auto shape = shard.sizes().vec();
     shape[0] = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    if (goes_directly(shard, c10::multiply_integers(shape) * int64_t(shard.element_size()))) {
+      const auto all = at::empty(shape, shard.options());
+      const InFlight in_flight({shard, all});
+      wait_for_stream(shard);
+      gather_rows(shard, sizes, all);
+      return all;
+    }
+    const HostStage stage(shard, shard.scalar_type());
     const auto all = stage.empty(shape);
     const InFlight in_flight({stage.host(), all});
     gather_rows(stage.host(), sizes, all);
