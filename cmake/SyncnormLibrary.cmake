@@ -39,7 +39,6 @@ foreach(target IN ITEMS syncnorm_core syncnorm)
 endforeach()
 if(SYNCNORM_NCCL_BUILT)
   target_include_directories(syncnorm_core SYSTEM PRIVATE ${SYNCNORM_NCCL_INCLUDE_DIRS})
-  target_link_libraries(syncnorm_core PRIVATE ${CMAKE_DL_LIBS})
 endif()
 # Headers alone, of the sources alone: nothing that a consumer would have to find.
 target_link_libraries(syncnorm PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
