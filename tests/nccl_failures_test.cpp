@@ -226,6 +226,20 @@ TEST_F(NcclFailureTest, ACallThatFailsRaisesAtOnce) {
   expect_broken({"barrier #0"});
 }
 
+TEST_F(NcclFailureTest, ACallThatFailsInAGroupClosesIt) {
+  if (size == 1) GTEST_SKIP() << "one call is enough for one rank";
+  comm = make();
+  fake.call_fails = true;
+  fake.take_calls();
+  const auto sizes = uneven_sizes();
+  expect_words(
+      message_of<CommunicationError>([&] { comm->all_gather(torch::ones({sizes[rank]}), sizes); }),
+      {"all_gather #0" + here() + ": NCCL reports some other error"});
+  EXPECT_EQ(fake.take_calls(),
+            (std::vector<std::string>{"group_start", "broadcast Byte x8 from 0", "group_end"}));
+  expect_broken({"all_gather #0"});
+}
+
 TEST_F(NcclFailureTest, ABarrierComesBackFromTheDevice) {
   comm = make(kSoon);
   fake.device_hangs = true;
@@ -282,6 +296,20 @@ TEST_F(NcclEndTest, AbortsWhereTheDeviceNeverFinishes) {
   fake.device_hangs = true;
   comm->all_reduce(torch::ones({2}));
   comm.reset();
+  EXPECT_EQ(fake.aborted, 1);
+  forgive();
+}
+
+TEST_F(NcclEndTest, AnExceptionOnItsWayIsNotHeldUp) {
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    const auto local = make(600);
+    fake.device_hangs = true;
+    local->all_reduce(torch::ones({2}));
+    throw std::runtime_error("from the program");
+  } catch (const std::runtime_error&) {
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(100));
   EXPECT_EQ(fake.aborted, 1);
   forgive();
 }

@@ -18,12 +18,13 @@ namespace syncnorm {
 /// rank, 16-bit integers as 32-bit ones. Order between streams is the caller's: use a communicator
 /// from one stream at a time.
 ///
-/// An operation that is unfinished SYNCNORM_TIMEOUT seconds after it was queued, or that NCCL
-/// reports as failed, is aborted: one line on stderr says so at once, since the host may be waiting
-/// for the stream, and the next call and every later one raises CommunicationError with the same
-/// message. What the aborted operation left in its tensors is undefined. Operations replayed by a
-/// CUDA graph have no time-out, but NCCL's own error reports end them too. NCCL_COMM_BLOCKING=1
-/// makes NCCL's calls wait inside NCCL, where they cannot time out.
+/// An operation that is unfinished SYNCNORM_TIMEOUT seconds after it was queued, that a rank of
+/// this node has ended without, or that NCCL reports as failed, is aborted: one line on stderr says
+/// so at once, since the host may be waiting for the stream, and the next call and every later one
+/// raises CommunicationError with the same message. What the aborted operation left in its tensors
+/// is undefined. Operations replayed by a CUDA graph have no time-out, but NCCL's own error reports
+/// end them too. NCCL_COMM_BLOCKING=1 makes NCCL's calls wait inside NCCL, where they cannot time
+/// out.
 ///
 /// Where two ranks share one GPU, which NCCL refuses, rank 0 says so in one line on stderr and all
 /// ranks get the duplicate of `bootstrap` instead, which stages such tensors through the host.

@@ -132,6 +132,7 @@ ncclResult_t issue(ncclComm* comm, cudaStream_t stream, std::string text,
   if (comm->ended || stream != the_stream()) ++fake->misuses;
   fake->note(std::move(text));
   if (group_depth == 0) return perform(comm, {work});
+  if (fake->call_fails) return ncclInternalError;
   group_comm = comm;
   group.push_back(std::move(work));
   return ncclSuccess;
