@@ -12,6 +12,14 @@ endfunction()
 syncnorm_sources(syncnorm_core_sources comm kernels)
 syncnorm_sources(syncnorm_sources autograd nn parallel)
 
+# The NCCL backend, or the file that stands for it.
+if(SYNCNORM_NCCL_BUILT)
+  list(FILTER syncnorm_core_sources EXCLUDE REGEX "/comm/nccl/absent\\.cpp$")
+else()
+  list(FILTER syncnorm_core_sources EXCLUDE REGEX "/comm/nccl/[^/]*\\.cpp$")
+  list(APPEND syncnorm_core_sources "${PROJECT_SOURCE_DIR}/src/comm/nccl/absent.cpp")
+endif()
+
 # Merely having <torch/torch.h> precompiled costs a source 12 s more than having <ATen/ATen.h>; the lower layers, which
 # need only the latter, are a target of their own for that.
 add_library(syncnorm_core OBJECT ${syncnorm_core_sources})
@@ -29,6 +37,9 @@ foreach(target IN ITEMS syncnorm_core syncnorm)
   target_compile_definitions(${target} PUBLIC OMPI_SKIP_MPICXX=1 MPICH_SKIP_MPICXX=1)
   syncnorm_target_defaults(${target})
 endforeach()
+if(SYNCNORM_NCCL_BUILT)
+  target_include_directories(syncnorm_core SYSTEM PRIVATE ${SYNCNORM_NCCL_INCLUDE_DIRS})
+endif()
 # Headers alone, of the sources alone: nothing that a consumer would have to find.
 target_link_libraries(syncnorm PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 # Programs reuse the precompiled header, so it must not depend on a macro that only the library has.

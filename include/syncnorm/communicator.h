@@ -99,6 +99,12 @@ class Communicator {
   /// Returns false when the other ranks do not answer within `seconds`.
   virtual bool gather_diagnostics(const at::Tensor& mine, at::Tensor& all, double seconds);
 
+  /// The same through `other`, for a backend that stands on one.
+  static bool gather_diagnostics_of(Communicator& other, const at::Tensor& mine, at::Tensor& all,
+                                    double seconds) {
+    return other.gather_diagnostics(mine, all, seconds);
+  }
+
   /// This rank is about to raise from the current operation: tells ranks that may be stuck in it,
   /// where that is possible.
   virtual void announce_failure() {}

@@ -13,6 +13,7 @@
 #include "syncnorm/linear.h"
 #include "syncnorm/mlp.h"
 #include "syncnorm/named_module.h"
+#include "syncnorm/nccl.h"
 #include "syncnorm/norm_group.h"
 #include "syncnorm/norm_linear.h"
 #include "syncnorm/parameters.h"

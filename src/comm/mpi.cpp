@@ -5,12 +5,14 @@
 #include <climits>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <random>
-#include <sstream>
 #include <thread>
 
+#include "comm/board_line.h"
 #include "comm/host_stage.h"
 #include "comm/mpi_check.h"
+#include "comm/mpi_cuda.h"
 #include "comm/mpi_limits.h"
 #include "comm/mpi_types.h"
 #include "comm/reduction.h"
@@ -37,10 +39,10 @@ class MpiCommunicator final : public Communicator {
       : Communicator(rank, size, std::move(name)), comm_(own), serialized_(serialized) {
     const SerialLock lock(serialized_);
     check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-    if (rank == 0) uid_ = std::random_device()() | (uint64_t{std::random_device()()} << 32) | 1;
-    check_mpi(MPI_Bcast(&uid_, 1, MPI_UINT64_T, 0, comm_), "MPI_Bcast");
-    map_world_ranks();
-    if (auto* board = StatusBoard::current()) line_ = board->open_line(uid_);
+    uint64_t uid = 0;
+    if (rank == 0) uid = std::random_device()() | (uint64_t{std::random_device()()} << 32) | 1;
+    check_mpi(MPI_Bcast(&uid, 1, MPI_UINT64_T, 0, comm_), "MPI_Bcast");
+    line_.emplace(uid, world_ranks(), rank);
   }
 
   ~MpiCommunicator() override {
@@ -71,7 +73,19 @@ class MpiCommunicator final : public Communicator {
     stage.copy_back();
   }
 
+  /// Whether MPI gets the device memory of a CUDA tensor that moves `bytes` itself, in one blocking
+  /// call: Open MPI's nonblocking collectives take none, and its reductions stage it themselves.
+  bool goes_directly(const at::Tensor& tensor, int64_t bytes) const {
+    return tensor.is_cuda() && !serialized_ && bytes > kBlockingBytes && bytes <= max_count &&
+           mpi_takes_device_memory();
+  }
+
   void do_broadcast(const at::Tensor& tensor, int root) override {
+    if (goes_directly(tensor, static_cast<int64_t>(tensor.nbytes()))) {
+      const InFlight in_flight({tensor});
+      wait_for_stream(tensor);
+      return broadcast_bytes(tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes()), root);
+    }
     const HostStage stage(tensor, tensor.scalar_type());
     const InFlight in_flight({stage.host()});
     broadcast_bytes(stage.host().data_ptr(), static_cast<int64_t>(stage.host().nbytes()), root);
@@ -88,13 +102,20 @@ class MpiCommunicator final : public Communicator {
   }
 
   at::Tensor do_all_gather(const at::Tensor& shard, at::IntArrayRef sizes) override {
-    const HostStage stage(shard, shard.scalar_type());
     auto shape = shard.sizes().vec();
     shape[0] = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
-    const auto all = at::empty(shape, stage.host().options());
+    if (goes_directly(shard, c10::multiply_integers(shape) * int64_t(shard.element_size()))) {
+      const auto all = at::empty(shape, shard.options());
+      const InFlight in_flight({shard, all});
+      wait_for_stream(shard);
+      gather_rows(shard, sizes, all);
+      return all;
+    }
+    const HostStage stage(shard, shard.scalar_type());
+    const auto all = stage.empty(shape);
     const InFlight in_flight({stage.host(), all});
     gather_rows(stage.host(), sizes, all);
-    return all.to(shard.device());
+    return stage.deliver(all);
   }
 
   void gather_rows(const at::Tensor& shard, at::IntArrayRef sizes, const at::Tensor& all) {
@@ -147,7 +168,7 @@ class MpiCommunicator final : public Communicator {
     const int64_t row = tensor.numel() / std::max<int64_t>(shape[0], 1);
     const auto counts = (at::tensor(sizes, at::kLong) * row).to(at::kInt);
     shape[0] = sizes[rank()];
-    const auto output = at::empty(shape, input.options());
+    const auto output = stage.empty(shape);
     const auto type = mpi_datatype(input.scalar_type());
     const InFlight in_flight({input, output, counts});
     const void* from = input.const_data_ptr();
@@ -161,7 +182,7 @@ class MpiCommunicator final : public Communicator {
         [&] {
           return MPI_Reduce_scatter(from, to, counts.const_data_ptr<int>(), type, MPI_SUM, comm_);
         });
-    return output.to(tensor.device(), tensor.scalar_type());
+    return stage.deliver(output);
   }
 
   void do_barrier() override {
@@ -225,7 +246,7 @@ class MpiCommunicator final : public Communicator {
     const bool polled = bytes <= kBlockingBytes || serialized_;
     if (!polled || !TaggedPayload::active()) meet(bytes);
     if (polled) return start_and_wait(start);
-    const Entered entered(*this);
+    const auto entered = enter();
     const ReturnWorldErrors guard;
     check_transport(block());
   }
@@ -257,27 +278,13 @@ class MpiCommunicator final : public Communicator {
           " bytes, this rank " + std::to_string(bytes) + ". SYNCNORM_CHECK=full names the ranks");
   }
 
-  /// Notes on the status board that this rank is inside the operation.
-  class Entered {
-   public:
-    explicit Entered(const MpiCommunicator& comm) : comm_(comm) {
-      if (auto* board = StatusBoard::current(); board != nullptr && comm.line_ >= 0)
-        board->enter(comm.line_, comm.uid_, comm.operation().sequence, comm.describe_operation());
-    }
-    ~Entered() {
-      if (auto* board = StatusBoard::current(); board != nullptr && comm_.line_ >= 0)
-        board->leave(comm_.line_);
-    }
-    Entered(const Entered&) = delete;
-    Entered& operator=(const Entered&) = delete;
-
-   private:
-    const MpiCommunicator& comm_;
-  };
+  BoardLine::Entered enter() const {
+    return BoardLine::Entered(*line_, operation().sequence, describe_operation());
+  }
 
   template <typename Start>
   void start_and_wait(Start&& start) {
-    const Entered entered(*this);
+    const auto entered = enter();
     MPI_Request request = MPI_REQUEST_NULL;
     {
       const SerialLock lock(serialized_);
@@ -285,7 +292,7 @@ class MpiCommunicator final : public Communicator {
     }
     if (finish(request, timeout_seconds(), /*watch_peers=*/true)) return;
     pending_ = true;
-    const auto failed = peers_in(StatusBoard::Fate::failed);
+    const auto failed = line_->peers_in(StatusBoard::Fate::failed, operation().sequence);
     if (!failed.empty()) throw TransportError(describe_operation() + ": it failed on " + failed);
     abandon();
     throw CommunicationError(timeout_report());
@@ -317,49 +324,25 @@ class MpiCommunicator final : public Communicator {
       const auto now = Clock::now();
       if (std::chrono::duration<double>(now - start).count() > seconds) return false;
       if (watch_peers && now > next_look) {
-        if (!peers_in(StatusBoard::Fate::failed).empty() ||
-            !peers_in(StatusBoard::Fate::ended).empty())
+        if (!line_->peers_in(StatusBoard::Fate::failed, operation().sequence).empty() ||
+            !line_->peers_in(StatusBoard::Fate::ended, operation().sequence).empty())
           return false;
         next_look = now + std::chrono::seconds(1);
       }
     }
   }
 
-  /// "rank 1, rank 3": the ranks that met `fate` in this operation, as far as the status board
-  /// shows.
-  std::string peers_in(StatusBoard::Fate fate) const {
-    std::string text;
-    const auto* board = StatusBoard::current();
-    for (int r = 0; board != nullptr && r < size(); ++r)
-      if (r != rank() && board->fate(world_ranks_[r], uid_, operation().sequence) == fate)
-        text += (text.empty() ? "rank " : ", rank ") + std::to_string(r);
-    return text;
-  }
-
   std::string timeout_report() const {
-    std::ostringstream out;
-    const auto* board = StatusBoard::current();
-    out << describe_operation() << ": ";
-    out << (!peers_in(StatusBoard::Fate::ended).empty()
-                ? "a rank has ended without it"
-                : "timed out after " + std::to_string(int64_t(timeout_seconds())) +
-                      " s (SYNCNORM_TIMEOUT) waiting for the other ranks");
-    if (board == nullptr) {
-      out << "; which rank is missing is not known without a syncnorm::Environment";
-      return out.str();
-    }
-    for (int r = 0; r < size(); ++r) {
-      const auto text =
-          board->describe(world_ranks_[r], "rank " + std::to_string(r), uid_, operation().sequence);
-      if (r != rank() && !text.empty()) out << "; " << text;
-    }
-    return out.str();
+    const auto sequence = operation().sequence;
+    const auto ended = line_->peers_in(StatusBoard::Fate::ended, sequence);
+    return describe_operation() + ": " +
+           (!ended.empty() ? "a rank has ended without it"
+                           : "timed out after " + std::to_string(int64_t(timeout_seconds())) +
+                                 " s (SYNCNORM_TIMEOUT) waiting for the other ranks") +
+           line_->absentees(sequence);
   }
 
-  void announce_failure() override {
-    if (auto* board = StatusBoard::current(); board != nullptr && line_ >= 0)
-      board->fail(line_, operation().sequence);
-  }
+  void announce_failure() override { line_->fail(operation().sequence); }
 
   void check_transport(int code) {
     if (code == MPI_SUCCESS) return;
@@ -372,26 +355,25 @@ class MpiCommunicator final : public Communicator {
     throw TransportError(describe_operation() + ": " + mpi_error_text(code) + hint);
   }
 
-  void map_world_ranks() {
+  std::vector<int> world_ranks() const {
     MPI_Group group = MPI_GROUP_NULL;
     MPI_Group world = MPI_GROUP_NULL;
     check_mpi(MPI_Comm_group(comm_, &group), "MPI_Comm_group");
     check_mpi(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
     std::vector<int> ranks(size());
+    std::vector<int> in_world(size());
     std::iota(ranks.begin(), ranks.end(), 0);
-    world_ranks_.resize(size());
-    check_mpi(MPI_Group_translate_ranks(group, size(), ranks.data(), world, world_ranks_.data()),
+    check_mpi(MPI_Group_translate_ranks(group, size(), ranks.data(), world, in_world.data()),
               "MPI_Group_translate_ranks");
     MPI_Group_free(&group);
     MPI_Group_free(&world);
+    return in_world;
   }
 
   MPI_Comm comm_;
   bool serialized_;
-  uint64_t uid_ = 0;
-  int line_ = -1;
+  std::optional<BoardLine> line_;
   bool pending_ = false;  // a request was left behind
-  std::vector<int> world_ranks_;
 };
 
 std::shared_ptr<Communicator> make(MPI_Comm comm, std::string name) {
