@@ -44,7 +44,7 @@ struct Layout {
   bool by_column = false;
   bool centered = true;
 
-  int64_t sums() const { return centered ? 2 : 1; }
+  constexpr int64_t sums() const { return centered ? 2 : 1; }
 };
 
 /// Values a slot holds over all ranks, at least 1 where it divides.
