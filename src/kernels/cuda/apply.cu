@@ -23,7 +23,7 @@ __device__ inline void finish_slots(const Apply& call, const Front& front, int& 
   const double batches = finish.batches == nullptr ? 0 : static_cast<double>(*finish.batches);
   const double momentum = finish.momentum < 0 ? 1 / (batches + 1) : finish.momentum;
   int found = 0;
-  for (int64_t slot = int64_t{blockIdx.x} * kThreads + threadIdx.x; slot < slots;
+  for (int64_t slot = this_block() * kThreads + this_thread(); slot < slots;
        slot += int64_t{front.blocks} * kThreads) {
     auto of = statistics_of(call, slot);
     if (before != kFine) of.mean = of.variance = of.rstd = not_a_number(0.);
@@ -42,7 +42,7 @@ __device__ inline void finish_slots(const Apply& call, const Front& front, int& 
     blend(finish.running_var, of.variance * (count / (count - 1)));
   }
   if (found != 0) atomicOr(front.counters + 1, found);
-  if (!arrives_last(front.counters, front.blocks, is_last) || threadIdx.x != 0) return;
+  if (!arrives_last(front.counters, front.blocks, is_last) || this_thread() != 0) return;
   found = atomicExch(front.counters + 1, 0);
   if (finish.batches != nullptr && (found & kChanged) != 0) ++*finish.batches;
   write_verdict(finish.check, before == kFine && (found & kLost) != 0 ? kLostDigits : before);
@@ -94,17 +94,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
                   const __grid_constant__ Front front) {
   using A = compute_t<T>;
   auto& shared = shared_memory<ApplyShared<A>>();
-  if (blockIdx.x < front.blocks) return finish_slots(call, front, shared.is_last);
+  if (this_block() < front.blocks) return finish_slots(call, front, shared.is_last);
   const Verdict verdict = verdict_of(call.finish.check, call.finish.count);
   const int64_t inner = call.layout.inner;
-  for (int64_t item = blockIdx.x - front.blocks; item < plan.items;
-       item += gridDim.x - front.blocks) {
+  for (int64_t item = this_block() - front.blocks; item < plan.items;
+       item += all_blocks() - front.blocks) {
     const RunItem at(plan, item);
-    if (threadIdx.x < at.runs)
-      shared.of[threadIdx.x] =
-          affine_of_cell<A>(call, verdict, (at.first_run + threadIdx.x) % call.layout.cells);
+    if (this_thread() < at.runs)
+      shared.of[this_thread()] =
+          affine_of_cell<A>(call, verdict, (at.first_run + this_thread()) % call.layout.cells);
     __syncthreads();
-    Walk<V> walk(plan.runs, at.first_run * inner, inner, at.from, at.vectors, threadIdx.x,
+    Walk<V> walk(plan.runs, at.first_run * inner, inner, at.from, at.vectors, this_thread(),
                  kThreads);
     while (walk.more()) {
       Piece pieces[kTogether];
@@ -122,19 +122,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
 
 /// Columns are cells.
 template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     apply_to_columns(const __grid_constant__ Apply call, const __grid_constant__ Tiles tiles,
                      const __grid_constant__ Front front) {
   using A = compute_t<T>;
   auto& shared = shared_memory<ApplyShared<A>>();
-  if (blockIdx.x < front.blocks) return finish_slots(call, front, shared.is_last);
+  if (this_block() < front.blocks) return finish_slots(call, front, shared.is_last);
   const Verdict verdict = verdict_of(call.finish.check, call.finish.count);
-  for (int64_t item = blockIdx.x - front.blocks; item < tiles.items();
-       item += gridDim.x - front.blocks) {
+  for (int64_t item = this_block() - front.blocks; item < tiles.items();
+       item += all_blocks() - front.blocks) {
     const TilePlace<V> place(tiles, item);
-    const int64_t cell = place.across * tiles.tile + threadIdx.x;
-    if (threadIdx.x < tiles.tile && cell < tiles.width)
-      shared.of[threadIdx.x] = affine_of_cell<A>(call, verdict, cell);
+    const int64_t cell = place.across * tiles.tile + this_thread();
+    if (this_thread() < tiles.tile && cell < tiles.width)
+      shared.of[this_thread()] = affine_of_cell<A>(call, verdict, cell);
     __syncthreads();
     if (place.inside) {
       Affine<A> of[V];
@@ -153,21 +153,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
 /// Rows are cells, weight and bias go by column; the cells that take the same row of the weight form
 /// a matrix.
 template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     apply_by_column(const __grid_constant__ Apply call, const __grid_constant__ Tiles tiles,
                     const __grid_constant__ Front front) {
   using A = compute_t<T>;
   auto& shared = shared_memory<ApplyShared<A>>();
-  if (blockIdx.x < front.blocks) return finish_slots(call, front, shared.is_last);
+  if (this_block() < front.blocks) return finish_slots(call, front, shared.is_last);
   const Verdict verdict = verdict_of(call.finish.check, call.finish.count);
   const auto& layout = call.layout;
   const int64_t each = tiles.items();
-  for (int64_t item = blockIdx.x - front.blocks; item < each * layout.affine_rows;
-       item += gridDim.x - front.blocks) {
+  for (int64_t item = this_block() - front.blocks; item < each * layout.affine_rows;
+       item += all_blocks() - front.blocks) {
     const int64_t affine_row = item / each;
     const TilePlace<V> place(tiles, item - affine_row * each);
     const int64_t base = place.down * tiles.rows_each;
-    for (int64_t r = threadIdx.x; r < tiles.rows_each && base + r < tiles.rows; r += kThreads)
+    for (int64_t r = this_thread(); r < tiles.rows_each && base + r < tiles.rows; r += kThreads)
       shared.of[r] =
           affine_of_cell<A>(call, verdict, (base + r) * layout.affine_rows + affine_row);
     __syncthreads();

@@ -8,6 +8,9 @@ namespace syncnorm::kernels::cuda {
 /// Vectors that a thread has on their way at once: as many bytes as forward, since there are two
 /// inputs.
 constexpr int kPairs = kTogether / 2;
+/// The same where a thread keeps coefficients of V columns besides.
+template <int V, bool recomputes>
+constexpr int kTilePairs = V == 8 && recomputes ? 1 : kPairs;
 
 /// The normalised value, and the output before the activation.
 template <typename A>
@@ -29,17 +32,11 @@ __device__ inline Outputs<A> outputs_of_cell(const Backward& of, int64_t cell) {
   return {xhat, output.scale, output.offset};
 }
 
-/// The gradient that passes the gate.
-template <typename A>
-__device__ inline A gated(Gate gate, A gradient, const Outputs<A>& k, A x, A output) {
-  if (gate == Gate::recompute && k.output(x) <= 0) return 0;
-  if (gate == Gate::output && output <= 0) return 0;
-  return gradient;
-}
-
-/// x, dy and, where the gate asks for it, the output.
-template <typename T, int V, int K>
+/// x, dy and, where the gate asks for it, the output; `recomputes` where the gate may ask for the
+/// output to be computed again, which takes registers.
+template <typename T, int V, int K, bool recomputes = true>
 struct Inputs {
+  using A = compute_t<T>;
   Vector<T, V> x[K], dy[K], output[K];
 
   __device__ Inputs(const Backward& of, const Piece (&pieces)[K]) {
@@ -48,13 +45,22 @@ struct Inputs {
     if (of.gate == Gate::output)
       load_together<V>(static_cast<const T*>(of.output), pieces, output);
   }
-  __device__ compute_t<T> gradient(const Backward& of, int k, int e,
-                                   const Outputs<compute_t<T>>& outputs) const {
-    using A = compute_t<T>;
-    const A out = of.gate == Gate::output ? widen(output[k].values[e]) : 1;
-    return gated<A>(of.gate, widen(dy[k].values[e]), outputs, widen(x[k].values[e]), out);
+  __device__ A x_at(int k, int e) const { return widen(x[k].values[e]); }
+
+  /// The gradient that passes the gate.
+  __device__ A gradient(const Backward& of, int k, int e, const Outputs<A>& outputs) const {
+    if (recomputes && of.gate == Gate::recompute && outputs.output(x_at(k, e)) <= 0) return 0;
+    if (of.gate == Gate::output && widen(output[k].values[e]) <= 0) return 0;
+    return widen(dy[k].values[e]);
   }
 };
+
+/// Calls body(std::bool_constant<recomputes>()).
+template <typename Body>
+Status with_gate(Gate gate, Body&& body) {
+  if (gate == Gate::recompute) return body(std::true_type());
+  return body(std::false_type());
+}
 
 /// Only these are defined together; host side.
 inline bool valid_backward(const Backward& of) {

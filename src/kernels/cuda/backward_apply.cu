@@ -31,18 +31,18 @@ __device__ inline Gradient<A> gradient_of_cell(const BackwardApply& call, int64_
 }
 
 /// Writes one round of vectors: of(k, e) are the coefficients of an element.
-template <typename T, int V, typename Of>
-__device__ inline void map(const BackwardApply& call, bool fine, const Piece (&pieces)[kPairs],
+template <typename T, int V, bool recomputes, int K, typename Of>
+__device__ inline void map(const BackwardApply& call, bool fine, const Piece (&pieces)[K],
                            Of&& of) {
   using A = compute_t<T>;
-  Inputs<T, V, kPairs> in(call.of, pieces);
+  Inputs<T, V, K, recomputes> in(call.of, pieces);
 #pragma unroll
-  for (int p = 0; p < kPairs; ++p) {
+  for (int p = 0; p < K; ++p) {
 #pragma unroll
     for (int e = 0; e < V; ++e) {
       const auto& k = of(p, e);
       const A g = fine ? in.gradient(call.of, p, e, k.outputs) : not_a_number(A(0));
-      in.x[p].values[e] = narrow<T>(k.dx(g, widen(in.x[p].values[e])));
+      in.x[p].values[e] = narrow<T>(k.dx(g, in.x_at(p, e)));
       in.dy[p].values[e] = narrow<T>(g);
     }
     if (call.dx != nullptr) store<V>(in.x[p], static_cast<T*>(call.dx), pieces[p]);
@@ -53,7 +53,7 @@ __device__ inline void map(const BackwardApply& call, bool fine, const Piece (&p
 /// Whether all is well; the first thread says so.
 __device__ inline bool check(const BackwardApply& call) {
   const Verdict verdict = verdict_of(call.check, call.count);
-  if (blockIdx.x == 0 && threadIdx.x == 0) write_verdict(call.check, verdict);
+  if (this_block() == 0 && this_thread() == 0) write_verdict(call.check, verdict);
   return verdict == kFine;
 }
 
@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
   auto& shared = shared_memory<GradientShared<A>>();
   const bool fine = check(call);
   const int64_t inner = call.of.layout.inner;
-  for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
+  for (int64_t item = this_block(); item < plan.items; item += all_blocks()) {
     const RunItem at(plan, item);
-    if (threadIdx.x < at.runs)
-      shared.of[threadIdx.x] =
-          gradient_of_cell<A>(call, (at.first_run + threadIdx.x) % call.of.layout.cells);
+    if (this_thread() < at.runs)
+      shared.of[this_thread()] =
+          gradient_of_cell<A>(call, (at.first_run + this_thread()) % call.of.layout.cells);
     __syncthreads();
-    Walk<V> walk(plan.runs, at.first_run * inner, inner, at.from, at.vectors, threadIdx.x,
+    Walk<V> walk(plan.runs, at.first_run * inner, inner, at.from, at.vectors, this_thread(),
                  kThreads);
     while (walk.more()) {
       Piece pieces[kPairs];
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
         run[p] = walk.more() ? walk.run() : 0;
         pieces[p] = walk.next();
       }
-      map<T, V>(call, fine, pieces,
+      map<T, V, true>(call, fine, pieces,
                 [&](int p, int) -> const Gradient<A>& { return shared.of[run[p]]; });
     }
     __syncthreads();
@@ -94,27 +94,28 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
 }
 
 /// Columns are cells.
-template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
+template <typename T, int V, bool recomputes>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     backward_of_columns(const __grid_constant__ BackwardApply call,
                         const __grid_constant__ Tiles tiles) {
   using A = compute_t<T>;
+  constexpr int K = kTilePairs<V, recomputes>;
   auto& shared = shared_memory<GradientShared<A>>();
   const bool fine = check(call);
-  for (int64_t item = blockIdx.x; item < tiles.items(); item += gridDim.x) {
+  for (int64_t item = this_block(); item < tiles.items(); item += all_blocks()) {
     const TilePlace<V> place(tiles, item);
-    const int64_t cell = place.across * tiles.tile + threadIdx.x;
-    if (threadIdx.x < tiles.tile && cell < tiles.width)
-      shared.of[threadIdx.x] = gradient_of_cell<A>(call, cell);
+    const int64_t cell = place.across * tiles.tile + this_thread();
+    if (this_thread() < tiles.tile && cell < tiles.width)
+      shared.of[this_thread()] = gradient_of_cell<A>(call, cell);
     __syncthreads();
     if (place.inside) {
       Gradient<A> of[V];
 #pragma unroll
       for (int e = 0; e < V; ++e) of[e] = shared.of[place.lane * V + e];
-      for (int64_t row = place.row; row < place.end; row += int64_t{kPairs} * place.ys) {
-        Piece pieces[kPairs];
+      for (int64_t row = place.row; row < place.end; row += int64_t{K} * place.ys) {
+        Piece pieces[K];
         place.together(tiles, row, pieces);
-        map<T, V>(call, fine, pieces, [&](int, int e) -> const Gradient<A>& { return of[e]; });
+        map<T, V, recomputes>(call, fine, pieces, [&](int, int e) -> const Gradient<A>& { return of[e]; });
       }
     }
     __syncthreads();
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
 /// Rows are cells, the weight goes by column; the cells that take the same row of the weight form a
 /// matrix.
 template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     backward_by_column(const __grid_constant__ BackwardApply call,
                        const __grid_constant__ Tiles tiles) {
   using A = compute_t<T>;
@@ -132,13 +133,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
   const bool fine = check(call);
   const auto& layout = call.of.layout;
   const int64_t each = tiles.items();
-  for (int64_t item = blockIdx.x; item < each * layout.affine_rows; item += gridDim.x) {
+  for (int64_t item = this_block(); item < each * layout.affine_rows; item += all_blocks()) {
     const int64_t affine_row = item / each;
     const TilePlace<V> place(tiles, item - affine_row * each);
     const int64_t base = place.down * tiles.rows_each;
-    if (base + threadIdx.x < place.end)
-      shared.of[threadIdx.x] =
-          gradient_of_cell<A>(call, (base + threadIdx.x) * layout.affine_rows + affine_row);
+    if (base + this_thread() < place.end)
+      shared.of[this_thread()] =
+          gradient_of_cell<A>(call, (base + this_thread()) * layout.affine_rows + affine_row);
     __syncthreads();
     if (place.inside) {
       A weight[V];
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
           const auto k = shared.of[r < place.end ? r - base : 0];
 #pragma unroll
           for (int e = 0; e < V; ++e) {
-            A dx = k.dx(widen(in.dy[p].values[e]) * weight[e], widen(in.x[p].values[e]));
+            A dx = k.dx(widen(in.dy[p].values[e]) * weight[e], in.x_at(p, e));
             if (call.extra != nullptr) dx += widen(extra[p].values[e]);
             in.x[p].values[e] = narrow<T>(fine ? dx : not_a_number(A(0)));
           }
@@ -193,7 +194,10 @@ Status launch_as(const BackwardApply& call, const Resources& resources) {
       constexpr int V = decltype(length)::value;
       if (!layout.by_column) {
         const auto tiles = tiles_of_cells<V>(layout, wanted);
-        return queue(backward_of_columns<T, V>, tiles.rows == 0 ? 0 : tiles.items(), tiles);
+        return with_gate(of.gate, [&](auto recomputes) {
+          return queue(backward_of_columns<T, V, decltype(recomputes)::value>,
+                       tiles.rows == 0 ? 0 : tiles.items(), tiles);
+        });
       }
       const auto tiles = tiles_by_column<V>(layout, wanted);
       return queue(backward_by_column<T, V>,

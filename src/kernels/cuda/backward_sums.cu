@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
                   const __grid_constant__ Places places) {
   using A = compute_t<T>;
   auto& shared = shared_memory<CellShared>();
-  if (blockIdx.x < places.front) return write_front(call.header, {}, nullptr, 0, shared.front);
+  if (this_block() < places.front) return write_front(call.header, {}, nullptr, 0, shared.front);
   const auto add_cell = [&](int64_t cell, Walk<V> walk) {
     const auto k = outputs_of_cell<A>(call.of, cell);
     Sums sums;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
           for (int e = 0; e < V; ++e) {  // what is not there has a gradient of zero
             const A g = in.gradient(call.of, p, e, k);
             first += g;
-            second = fused(g, k.xhat(widen(in.x[p].values[e])), second);
+            second = fused(g, k.xhat(in.x_at(p, e)), second);
           }
       }
       sums.first += first;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
     }
     return sums;
   };
-  sum_cells<V>(plan, call.of.layout, blockIdx.x - places.front, gridDim.x - places.front,
+  sum_cells<V>(plan, call.of.layout, this_block() - places.front, all_blocks() - places.front,
                places.partials, places.counters, shared.block, add_cell,
                [&](int64_t cell, const Sums& sums) { finish_cell(call, places, cell, sums); });
 }
@@ -110,20 +110,21 @@ union ColumnsShared {
 };
 
 /// Columns are cells.
-template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
+template <typename T, int V, bool recomputes>
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     sums_of_columns(const __grid_constant__ BackwardSums call, const __grid_constant__ Tiles tiles,
                     const __grid_constant__ Places places) {
   using A = compute_t<T>;
+  constexpr int K = kTilePairs<V, recomputes>;
   auto& all = shared_memory<ColumnsShared<A, V>>();
-  if (blockIdx.x < places.front) return write_front(call.header, {}, nullptr, 0, all.front);
+  if (this_block() < places.front) return write_front(call.header, {}, nullptr, 0, all.front);
   auto& shared = all.tile;
-  for (int64_t item = blockIdx.x - places.front; item < tiles.items();
-       item += gridDim.x - places.front) {
+  for (int64_t item = this_block() - places.front; item < tiles.items();
+       item += all_blocks() - places.front) {
     const TilePlace<V> place(tiles, item);
     const int64_t base = place.across * tiles.tile;
     shared.columns.clear();
-    for (int c = static_cast<int>(threadIdx.x); c < tiles.tile && base + c < tiles.width;
+    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width;
          c += kThreads)
       shared.of[c] = outputs_of_cell<A>(call.of, base + c);
     __syncthreads();
@@ -134,18 +135,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
       for (int64_t row = place.row; row < place.end; row += int64_t{kLaneRows} * place.ys) {
         A first[V] = {}, second[V] = {};
 #pragma unroll 1
-        for (int u = 0; u < kLaneRows && row + int64_t{u} * place.ys < place.end; u += kPairs) {
-          Piece pieces[kPairs];
+        for (int u = 0; u < kLaneRows && row + int64_t{u} * place.ys < place.end; u += K) {
+          Piece pieces[K];
           place.together(tiles, row + int64_t{u} * place.ys, pieces);
-          const Inputs<T, V, kPairs> in(call.of, pieces);
+          const Inputs<T, V, K, recomputes> in(call.of, pieces);
 #pragma unroll
-          for (int p = 0; p < kPairs; ++p) {
+          for (int p = 0; p < K; ++p) {
             if (pieces[p].valid == 0) continue;
 #pragma unroll
             for (int e = 0; e < V; ++e) {
               const A g = in.gradient(call.of, p, e, k[e]);
               first[e] += g;
-              second[e] = fused(g, k[e].xhat(widen(in.x[p].values[e])), second[e]);
+              second[e] = fused(g, k[e].xhat(in.x_at(p, e)), second[e]);
             }
           }
         }
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
     if (!merge_tiles(tiles, place.across, place.down, places.partials, places.counters,
                      shared.columns))
       continue;
-    for (int c = static_cast<int>(threadIdx.x); c < tiles.tile && base + c < tiles.width;
+    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width;
          c += kThreads)
       finish_cell(call, places, base + c, {shared.columns.of(0, c), shared.columns.of(1, c)});
     __syncthreads();
@@ -181,7 +182,7 @@ __device__ inline void finish_rows(const BackwardSums& call, const Tiles& tiles,
                                    int64_t affine_row, const A (&of_rows)[2][kTogether][kThreads]) {
   const auto& layout = call.of.layout;
   const int team = tiles.lanes / 4 < kWarp ? tiles.lanes / 4 : kWarp;
-  const int r = static_cast<int>(threadIdx.x) / team, lane = static_cast<int>(threadIdx.x) % team;
+  const int r = this_thread() / team, lane = this_thread() % team;
   const int k = r / place.ys, y = r % place.ys;
   Sums sums;
   if (k < kTogether)
@@ -202,17 +203,17 @@ __device__ inline void finish_rows(const BackwardSums& call, const Tiles& tiles,
 /// Rows are cells, weight and bias go by column: the sums of rows and of columns in one pass. The
 /// cells that take the same row of the weight form a matrix.
 template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     sums_by_column(const __grid_constant__ BackwardSums call, const __grid_constant__ Tiles tiles,
                    const __grid_constant__ Places places) {
   using A = compute_t<T>;
   auto& all = shared_memory<RowsShared<A, V>>();
-  if (blockIdx.x < places.front) return write_front(call.header, {}, nullptr, 0, all.front);
+  if (this_block() < places.front) return write_front(call.header, {}, nullptr, 0, all.front);
   auto& shared = all.tile;
   const auto& layout = call.of.layout;
   const int64_t each = tiles.items(), width = layout.affine_rows * layout.inner;
-  for (int64_t item = blockIdx.x - places.front; item < each * layout.affine_rows;
-       item += gridDim.x - places.front) {
+  for (int64_t item = this_block() - places.front; item < each * layout.affine_rows;
+       item += all_blocks() - places.front) {
     const int64_t affine_row = item / each;
     const TilePlace<V> place(tiles, item - affine_row * each);
     const int64_t column = affine_row * layout.inner + place.column;
@@ -230,9 +231,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
       for (auto& piece : pieces) piece.at += affine_row * layout.inner;
       load_together<V>(static_cast<const T*>(call.of.x), pieces, x);
       load_together<V>(static_cast<const T*>(call.of.dy), pieces, dy);
-      const int64_t mine = row + threadIdx.x;
-      if (threadIdx.x < kTogether * place.ys && mine < place.end)
-        shared.of[threadIdx.x] =
+      const int64_t mine = row + this_thread();
+      if (this_thread() < kTogether * place.ys && mine < place.end)
+        shared.of[this_thread()] =
             outputs_of_cell<A>(call.of, mine * layout.affine_rows + affine_row).xhat;
       __syncthreads();
 #pragma unroll
@@ -250,8 +251,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
             product = fused(weighted, xhat, product);
           }
         }
-        shared.of_rows[0][k][threadIdx.x] = sum;
-        shared.of_rows[1][k][threadIdx.x] = product;
+        shared.of_rows[0][k][this_thread()] = sum;
+        shared.of_rows[1][k][this_thread()] = product;
       }
       if (++batch == kLaneBatches) {
         batch = 0;
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
       for (int e = 0; e < V; ++e) shared.columns.add(e, first[e], second[e]);
       shared.columns.sum_rows(tiles.lanes);
       double* to = places.of_columns + place.down * 2 * width + affine_row * layout.inner;
-      for (int q = static_cast<int>(threadIdx.x); q < 2 * tiles.tile; q += kThreads) {
+      for (int q = this_thread(); q < 2 * tiles.tile; q += kThreads) {
         const int which = q / tiles.tile, c = q % tiles.tile;
         const int64_t at = place.across * tiles.tile + c;
         if (at < tiles.width) to[which * width + at] = shared.columns.of(which, c);
@@ -377,9 +378,11 @@ Status launch_as(const BackwardSums& call, const Resources& resources) {
     const Status status =
         layout.by_column ? queue(sums_by_column<T, V>, sizeof(RowsShared<A, V>),
                                  plan.tiles.items() * layout.affine_rows, plan.tiles)
-        : tiled ? queue(sums_of_columns<T, V>, sizeof(ColumnsShared<A, V>), plan.tiles.items(),
-                        plan.tiles)
-                : queue(sums_of_cells<T, V>, sizeof(CellShared), plan.cells.items, plan.cells);
+        : !tiled ? queue(sums_of_cells<T, V>, sizeof(CellShared), plan.cells.items, plan.cells)
+                 : with_gate(of.gate, [&](auto recomputes) {
+                     return queue(sums_of_columns<T, V, decltype(recomputes)::value>,
+                                  sizeof(ColumnsShared<A, V>), plan.tiles.items(), plan.tiles);
+                   });
     return status == cudaSuccess ? fold(call, plan.places, plan.tiles, resources) : status;
   });
 }

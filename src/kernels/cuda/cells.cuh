@@ -55,12 +55,12 @@ template <int V, typename Add, typename Finish>
 __device__ inline void sum_cells(const CellPlan& plan, const Layout& layout, int64_t block,
                                  int64_t blocks, double* partials, int32_t* counters,
                                  BlockShared& shared, Add&& add, Finish&& finish) {
-  const int lane = static_cast<int>(threadIdx.x) % plan.team;
+  const int lane = this_thread() % plan.team;
   const int64_t stride = layout.cells * layout.inner;
   if (plan.team < kThreads) {
     const int64_t each = kThreads / plan.team;
     for (int64_t item = block; item < plan.items; item += blocks) {
-      const int64_t cell = item * each + threadIdx.x / plan.team;
+      const int64_t cell = item * each + this_thread() / plan.team;
       Sums sums;
       if (cell < layout.cells)
         sums = add(cell, Walk<V>(plan.runs, cell * layout.inner, stride, 0, plan.vectors, lane,
@@ -81,19 +81,19 @@ __device__ inline void sum_cells(const CellPlan& plan, const Layout& layout, int
     sums = sum_of_block(sums, shared);
     if (plan.splits > 1) {
       double* partial = partials + 2 * cell * plan.splits;
-      if (threadIdx.x == 0) {
+      if (this_thread() == 0) {
         partial[2 * split] = sums.first;
         partial[2 * split + 1] = sums.second;
       }
       if (!arrives_last(counters + cell, plan.splits, shared.is_last)) continue;
       sums = {};
-      for (int s = static_cast<int>(threadIdx.x); s < plan.splits; s += kThreads) {
+      for (int s = this_thread(); s < plan.splits; s += kThreads) {
         sums.first += load_partial(partial + 2 * s);
         sums.second += load_partial(partial + 2 * s + 1);
       }
       sums = sum_of_block(sums, shared);
     }
-    if (threadIdx.x == 0) finish(cell, sums);
+    if (this_thread() == 0) finish(cell, sums);
   }
 }
 

@@ -21,20 +21,20 @@ struct ColumnShared {
 
   __device__ void clear() {
 #pragma unroll
-    for (int e = 0; e < V; ++e) sums[0][e][threadIdx.x] = sums[1][e][threadIdx.x] = 0;
+    for (int e = 0; e < V; ++e) sums[0][e][this_thread()] = sums[1][e][this_thread()] = 0;
   }
   __device__ void add(int e, double first, double second) {
-    sums[0][e][threadIdx.x] += first;
-    sums[1][e][threadIdx.x] += second;
+    sums[0][e][this_thread()] += first;
+    sums[1][e][this_thread()] += second;
   }
   /// Over the rows of threads, into the first of them.
   __device__ void sum_rows(int lanes) {
     for (int half = kThreads / 2; half >= lanes; half /= 2) {
       __syncthreads();
-      if (threadIdx.x < half)
+      if (this_thread() < half)
 #pragma unroll
         for (int e = 0; e < V; ++e)
-          add(e, sums[0][e][threadIdx.x + half], sums[1][e][threadIdx.x + half]);
+          add(e, sums[0][e][this_thread() + half], sums[1][e][this_thread() + half]);
     }
     __syncthreads();
   }
@@ -57,7 +57,7 @@ inline int64_t partials_of(const Tiles& tiles) {
 template <int V>
 __device__ inline void merge_columns(const double* partials, int64_t count, int tile,
                                      ColumnShared<V>& shared) {
-  for (int q = static_cast<int>(threadIdx.x); q < 2 * tile; q += kThreads) {
+  for (int q = this_thread(); q < 2 * tile; q += kThreads) {
     double sum = 0;
 #pragma unroll 8
     for (int64_t p = 0; p < count; ++p) sum += load_partial(partials + p * 2 * tile + q);
@@ -68,7 +68,7 @@ __device__ inline void merge_columns(const double* partials, int64_t count, int 
 
 template <int V>
 __device__ inline void put_partial(double* to, int tile, ColumnShared<V>& shared) {
-  for (int q = static_cast<int>(threadIdx.x); q < 2 * tile; q += kThreads)
+  for (int q = this_thread(); q < 2 * tile; q += kThreads)
     to[q] = shared.of(q / tile, q % tile);
 }
 

@@ -10,6 +10,9 @@
 
 #include "kernels/cuda/launch.h"
 
+/// A block's shared memory, of which its launch said the size.
+extern __shared__ __align__(16) unsigned char cuda_shared_memory[];
+
 /// What all kernels are made of: element types, vectors of 16 bytes, values whose dtype is known
 /// at run time, and launching.
 namespace syncnorm::kernels::cuda {
@@ -51,10 +54,17 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float value) {
 __device__ inline float not_a_number(float) { return __int_as_float(0x7fffffff); }
 __device__ inline double not_a_number(double) { return not_a_number(0.f); }
 
+__device__ inline int this_thread() { return static_cast<int>(threadIdx.x); }
+__device__ inline int64_t this_block() { return blockIdx.x; }
+__device__ inline int64_t all_blocks() { return gridDim.x; }
+
 /// Blocks that a multiprocessor must hold at least; it bounds the registers, and the fewer bytes a
 /// thread asks for at once, the more threads it takes.
 template <typename T, int V>
-constexpr int kBlocks = V == 1 ? 4 : sizeof(T) == 4 ? 3 : 2;
+constexpr int kBlocks = sizeof(T) == 8 ? 2 : V == 1 ? 4 : sizeof(T) == 4 ? 3 : 2;
+/// The same where a thread keeps coefficients of V columns besides.
+template <typename T, int V>
+constexpr int kTileBlocks = V == 1 && sizeof(T) != 8 ? 4 : 2;
 
 /// a*b + c, rounded once.
 __device__ inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
@@ -155,12 +165,10 @@ __device__ inline double share_of(const Layout& layout, int64_t cell) {
   return layout.share == nullptr ? 1 : layout.share[cell];
 }
 
-/// The block's shared memory, of which its launch said the size.
 template <typename Shared>
 __device__ inline Shared& shared_memory() {
-  extern __shared__ __align__(16) unsigned char syncnorm_shared_memory[];
   static_assert(sizeof(Shared) <= 48 * 1024, "what every device gives without being asked");
-  return *reinterpret_cast<Shared*>(syncnorm_shared_memory);
+  return *reinterpret_cast<Shared*>(cuda_shared_memory);
 }
 
 // -- Host side

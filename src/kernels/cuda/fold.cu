@@ -14,11 +14,11 @@ struct FoldShared {
 /// Blocks take 32 columns; their warps take turns at the parts.
 __global__ void __launch_bounds__(kThreads) fold_columns(const __grid_constant__ FoldColumns fold) {
   auto& shared = shared_memory<FoldShared>();
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = this_thread() % kWarp;
+  const int warp = this_thread() / kWarp;
   const int64_t across = ceil_div(fold.width, kWarp);
   const int64_t items = across * (fold.both ? 2 : 1);
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+  for (int64_t item = this_block(); item < items; item += all_blocks()) {
     const int64_t row = fold.both ? item / across : 1;
     const int64_t i = (fold.both ? item % across : item) * kWarp + lane;
     double sum = 0;
@@ -41,10 +41,10 @@ __global__ void __launch_bounds__(kThreads) fold_columns(const __grid_constant__
 /// A warp for each slot.
 __global__ void __launch_bounds__(kThreads) fold_slots(const __grid_constant__ FoldSlots fold) {
   const auto& layout = fold.layout;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = this_thread() % kWarp;
   const int64_t each = kThreads / kWarp;
-  for (int64_t item = blockIdx.x; item * each < layout.slots; item += gridDim.x) {
-    const int64_t slot = item * each + threadIdx.x / kWarp;
+  for (int64_t item = this_block(); item * each < layout.slots; item += all_blocks()) {
+    const int64_t slot = item * each + this_thread() / kWarp;
     Sums sums;
     if (slot < layout.slots) {
       const bool listed = layout.slot_of_cell != nullptr;

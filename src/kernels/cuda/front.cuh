@@ -25,10 +25,10 @@ __device__ inline uint64_t mixed(uint64_t bits) {
 /// The sum over the block in its first thread.
 __device__ inline uint64_t sum_of_block(uint64_t sum, FrontShared& shared) {
   for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (threadIdx.x % kWarp == 0) shared.of_warps[threadIdx.x / kWarp] = sum;
+  if (this_thread() % kWarp == 0) shared.of_warps[this_thread() / kWarp] = sum;
   __syncthreads();
   sum = 0;
-  if (threadIdx.x == 0)
+  if (this_thread() == 0)
     for (const uint64_t of_warp : shared.of_warps) sum += of_warp;
   return sum;
 }
@@ -36,10 +36,10 @@ __device__ inline uint64_t sum_of_block(uint64_t sum, FrontShared& shared) {
 /// By one block. Each center's bits are mixed with its place, so that the sum knows the order.
 __device__ inline void write_front(const Header& header, const Values& center_from, double* center,
                                    int64_t slots, FrontShared& shared) {
-  if (header.to != nullptr && static_cast<int>(threadIdx.x) < header.words)
-    header.to[threadIdx.x] = header.values[threadIdx.x];
+  if (header.to != nullptr && this_thread() < header.words)
+    header.to[this_thread()] = header.values[this_thread()];
   uint64_t hash = 0;
-  for (int64_t slot = threadIdx.x; slot < slots; slot += kThreads) {
+  for (int64_t slot = this_thread(); slot < slots; slot += kThreads) {
     const double value = center_of(center_from, slot);
     if (center_from.data != nullptr && center != nullptr) center[slot] = value;
     const auto bits = static_cast<uint64_t>(__double_as_longlong(value == 0 ? 0. : value));
@@ -47,7 +47,7 @@ __device__ inline void write_front(const Header& header, const Values& center_fr
   }
   if (header.center_hash == nullptr) return;
   hash = sum_of_block(hash, shared);
-  if (threadIdx.x != 0) return;
+  if (this_thread() != 0) return;
   const auto word = static_cast<double>(mixed(hash) & 0xffff);
   header.center_hash[0] = word;
   header.center_hash[1] = word * word;

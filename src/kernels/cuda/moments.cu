@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
     moments_of_cells(const __grid_constant__ Moments call, const __grid_constant__ CellPlan plan,
                      const __grid_constant__ Places places) {
   auto& shared = shared_memory<CellShared>();
-  if (blockIdx.x < places.front)
+  if (this_block() < places.front)
     return write_front(call.header, call.center_from, call.center, call.layout.slots, shared.front);
   const auto& layout = call.layout;
   const auto add_cell = [&](int64_t cell, Walk<V> walk) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
     }
     return sums;
   };
-  sum_cells<V>(plan, layout, blockIdx.x - places.front, gridDim.x - places.front, places.partials,
+  sum_cells<V>(plan, layout, this_block() - places.front, all_blocks() - places.front, places.partials,
                places.counters, shared.block, add_cell, [&](int64_t cell, const Sums& sums) {
                  finish_cell(call, places, cell, sums);
                });
@@ -224,20 +224,20 @@ union ColumnsShared {
 };
 
 template <typename T, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
+__global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     moments_of_columns(const __grid_constant__ Moments call, const __grid_constant__ Tiles tiles,
                        const __grid_constant__ Places places) {
   auto& all = shared_memory<ColumnsShared<V>>();
   const auto& layout = call.layout;
-  if (blockIdx.x < places.front)
+  if (this_block() < places.front)
     return write_front(call.header, call.center_from, call.center, layout.slots, all.front);
   auto& shared = all.tile;
-  for (int64_t item = blockIdx.x - places.front; item < tiles.items();
-       item += gridDim.x - places.front) {
+  for (int64_t item = this_block() - places.front; item < tiles.items();
+       item += all_blocks() - places.front) {
     const TilePlace<V> place(tiles, item);
     const int64_t base = place.across * tiles.tile;
     shared.columns.clear();
-    for (int c = static_cast<int>(threadIdx.x); c < tiles.tile; c += kThreads)
+    for (int c = this_thread(); c < tiles.tile; c += kThreads)
       shared.center[c] = call.center_from.data == nullptr || base + c >= tiles.width
                              ? 0
                              : center_of(call.center_from, slot_of(layout, base + c));
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
     if (!merge_tiles(tiles, place.across, place.down, places.partials, places.counters,
                      shared.columns))
       continue;
-    for (int c = static_cast<int>(threadIdx.x); c < tiles.tile && base + c < tiles.width;
+    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width;
          c += kThreads)
       finish_cell(call, places, base + c, {shared.columns.of(0, c), shared.columns.of(1, c)});
     __syncthreads();

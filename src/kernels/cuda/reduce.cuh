@@ -27,10 +27,10 @@ struct BlockShared {
 /// The sum over the block, in its first thread. `shared` may be used again at once.
 __device__ inline Sums sum_of_block(Sums sums, BlockShared& shared) {
   sums = sum_of_team(sums, kWarp);
-  if (threadIdx.x % kWarp == 0) shared.of_warps[threadIdx.x / kWarp] = sums;
+  if (this_thread() % kWarp == 0) shared.of_warps[this_thread() / kWarp] = sums;
   __syncthreads();
   Sums total;
-  if (threadIdx.x == 0)
+  if (this_thread() == 0)
     for (const auto& of_warp : shared.of_warps) {
       total.first += of_warp.first;
       total.second += of_warp.second;
@@ -44,7 +44,7 @@ __device__ inline Sums sum_of_block(Sums sums, BlockShared& shared) {
 __device__ inline bool arrives_last(int32_t* counter, int blocks, int& is_last) {
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (this_thread() == 0) {
     is_last = atomicAdd(counter, 1) == blocks - 1;
     if (is_last) *counter = 0;
   }

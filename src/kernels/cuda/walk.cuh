@@ -145,8 +145,8 @@ struct TilePlace {
   bool inside;                             ///< the thread has columns of the matrix
 
   __device__ TilePlace(const Tiles& tiles, int64_t item)
-      : lane(static_cast<int>(threadIdx.x) % tiles.lanes),
-        y(static_cast<int>(threadIdx.x) / tiles.lanes),
+      : lane(this_thread() % tiles.lanes),
+        y(this_thread() / tiles.lanes),
         ys(kThreads / tiles.lanes),
         down(item / tiles.across) {
     across = item - down * tiles.across;
