@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,8 @@ class Buffer {
  public:
   Buffer(int64_t size, Dtype dtype, int offset = 0);
   Buffer(const std::vector<double>& values, Dtype dtype, int offset = 0);
+  Buffer(std::initializer_list<double> values, Dtype dtype)
+      : Buffer(std::vector<double>(values), dtype) {}
   ~Buffer();
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
