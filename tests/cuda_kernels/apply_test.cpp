@@ -83,9 +83,8 @@ TEST(CudaApply, IsThatOfPlainLoops) {
 
     std::vector<double> want, size;
     for (int64_t i = 0; i < shape.elements(); ++i) {
-      auto of = want_statistics;
       const int64_t slot = problem.slot_of(problem.cell_of(i));
-      const double mean = at(of, 0, slot), rstd = at(of, 2, slot);
+      const double mean = want_statistics[slot], rstd = want_statistics[2 * problem.slots + slot];
       const double w = weighted ? weight[problem.affine_of(i)] : 1;
       const double b = biased ? bias[problem.affine_of(i)] : 0;
       double value = (problem.x[i] - mean) * rstd * w + b + (adds ? residual[i] : 0);

@@ -74,7 +74,9 @@ std::string describe(const Site& site) {
 
 [[noreturn]] void fail(const Fiber& fiber, const std::string& what) {
   char name[512] = "";
-  __sanitizer_symbolize_pc(const_cast<void*>(kernel), "%f", name, sizeof name);
+  // It looks before the address, which it takes for one to return to.
+  const auto inside = reinterpret_cast<uintptr_t>(kernel) + 1;
+  __sanitizer_symbolize_pc(reinterpret_cast<void*>(inside), "%f", name, sizeof name);
   std::fprintf(stderr, "cuda_emulation: kernel %s, block %s, thread %s: %s\n", name,
                describe(blockIdx).c_str(), describe(fiber.thread).c_str(), what.c_str());
   std::abort();
@@ -107,6 +109,8 @@ void make_fibers(size_t count) {
     fiber->context.uc_stack.ss_sp = fiber->stack;
     fiber->context.uc_stack.ss_size = kStack;
     makecontext(&fiber->context, run_fiber, 0);
+    // Else AddressSanitizer would forget, at every switch, what it knows of this stack.
+    fiber->context.uc_stack.ss_size = 0;
     fibers.push_back(std::move(fiber));
   }
 }
