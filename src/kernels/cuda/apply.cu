@@ -63,19 +63,19 @@ __device__ inline A rectified(A value) {
   return value <= 0 ? 0 : value;  // NaN stays
 }
 
-/// Writes rounds of kTogether vectors: value(k, e, x) is the output without residual and ReLU.
-template <typename T, int V, typename Value>
-__device__ inline void map(const Apply& call, const Piece (&pieces)[kTogether], Value&& value) {
-  Vector<T, V> x[kTogether], residual[kTogether];
+/// Writes K vectors: value(k, e, x) is the output without residual and ReLU.
+template <typename T, int V, bool may_add, typename P, int K, typename Value>
+__device__ inline void map(const Apply& call, const P (&pieces)[K], Value&& value) {
+  const bool adds = may_add && call.residual != nullptr;
+  Vector<T, V> x[K], residual[K];
   load_together<V>(static_cast<const T*>(call.x), pieces, x);
-  if (call.residual != nullptr)
-    load_together<V>(static_cast<const T*>(call.residual), pieces, residual);
+  if (adds) load_together<V>(static_cast<const T*>(call.residual), pieces, residual);
 #pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
+  for (int k = 0; k < K; ++k) {
 #pragma unroll
     for (int e = 0; e < V; ++e) {
       auto y = value(k, e, widen(x[k].values[e]));
-      if (call.residual != nullptr) y += widen(residual[k].values[e]);
+      if (adds) y += widen(residual[k].values[e]);
       x[k].values[e] = narrow<T>(call.relu ? rectified(y) : y);
     }
     store<V>(x[k], static_cast<T*>(call.y), pieces[k]);
@@ -114,18 +114,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
         of[k] = shared.of[walk.more() ? walk.run() : 0];
         pieces[k] = walk.next();
       }
-      map<T, V>(call, pieces, [&](int k, int, A x) { return of[k](x); });
+      map<T, V, true>(call, pieces, [&](int k, int, A x) { return of[k](x); });
     }
     __syncthreads();
   }
 }
 
 /// Columns are cells.
-template <typename T, int V>
+template <typename T, int V, bool adds>
 __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     apply_to_columns(const __grid_constant__ Apply call, const __grid_constant__ Tiles tiles,
                      const __grid_constant__ Front front) {
   using A = compute_t<T>;
+  constexpr int K = adds && V == 8 ? kTogether / 2 : kTogether;
   auto& shared = shared_memory<ApplyShared<A>>();
   if (this_block() < front.blocks) return finish_slots(call, front, shared.is_last);
   const Verdict verdict = verdict_of(call.finish.check, call.finish.count);
@@ -140,10 +141,10 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
       Affine<A> of[V];
 #pragma unroll
       for (int e = 0; e < V; ++e) of[e] = shared.of[place.lane * V + e];
-      for (int64_t row = place.row; row < place.end; row += int64_t{kTogether} * place.ys) {
-        Piece pieces[kTogether];
+      for (int64_t row = place.row; row < place.end; row += int64_t{K} * place.ys) {
+        WholePiece pieces[K];
         place.together(tiles, row, pieces);
-        map<T, V>(call, pieces, [&](int, int e, A x) { return of[e](x); });
+        map<T, V, adds>(call, pieces, [&](int, int e, A x) { return of[e](x); });
       }
     }
     __syncthreads();
@@ -180,10 +181,10 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
         bias[e] = static_cast<A>(value_or(call.bias, at, 0));
       }
       for (int64_t row = place.row; row < place.end; row += int64_t{kTogether} * place.ys) {
-        Piece pieces[kTogether];
+        WholePiece pieces[kTogether];
         place.together(tiles, row, pieces);
         for (auto& piece : pieces) piece.at += affine_row * layout.inner;
-        map<T, V>(call, pieces, [&](int k, int e, A x) {
+        map<T, V, false>(call, pieces, [&](int k, int e, A x) {
           const int64_t r = row + int64_t{k} * place.ys;
           const auto& of = shared.of[r < place.end ? r - base : 0];
           return fused(of(x), weight[e], bias[e]);
@@ -217,7 +218,9 @@ Status launch_as(const Apply& call, const Resources& resources) {
           constexpr int V = decltype(length)::value;
           if (!layout.by_column) {
             const auto tiles = tiles_of_cells<V>(layout, wanted);
-            return queue(apply_to_columns<T, V>, tiles.rows == 0 ? 0 : tiles.items(), tiles);
+            const int64_t items = tiles.rows == 0 ? 0 : tiles.items();
+            return call.residual != nullptr ? queue(apply_to_columns<T, V, true>, items, tiles)
+                                            : queue(apply_to_columns<T, V, false>, items, tiles);
           }
           const auto tiles = tiles_by_column<V>(layout, wanted);
           return queue(apply_by_column<T, V>,

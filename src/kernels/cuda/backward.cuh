@@ -39,7 +39,8 @@ struct Inputs {
   using A = compute_t<T>;
   Vector<T, V> x[K], dy[K], output[K];
 
-  __device__ Inputs(const Backward& of, const Piece (&pieces)[K]) {
+  template <typename P>
+  __device__ Inputs(const Backward& of, const P (&pieces)[K]) {
     load_together<V>(static_cast<const T*>(of.x), pieces, x);
     load_together<V>(static_cast<const T*>(of.dy), pieces, dy);
     if (of.gate == Gate::output)

@@ -31,8 +31,8 @@ __device__ inline Gradient<A> gradient_of_cell(const BackwardApply& call, int64_
 }
 
 /// Writes one round of vectors: of(k, e) are the coefficients of an element.
-template <typename T, int V, bool recomputes, int K, typename Of>
-__device__ inline void map(const BackwardApply& call, bool fine, const Piece (&pieces)[K],
+template <typename T, int V, bool recomputes, typename P, int K, typename Of>
+__device__ inline void map(const BackwardApply& call, bool fine, const P (&pieces)[K],
                            Of&& of) {
   using A = compute_t<T>;
   Inputs<T, V, K, recomputes> in(call.of, pieces);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
 #pragma unroll
       for (int e = 0; e < V; ++e) of[e] = shared.of[place.lane * V + e];
       for (int64_t row = place.row; row < place.end; row += int64_t{K} * place.ys) {
-        Piece pieces[K];
+        WholePiece pieces[K];
         place.together(tiles, row, pieces);
         map<T, V, recomputes>(call, fine, pieces, [&](int, int e) -> const Gradient<A>& { return of[e]; });
       }
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
         weight[e] = static_cast<A>(
             value_or(call.of.weight, affine_row * layout.inner + place.column + e, 1));
       for (int64_t row = place.row; row < place.end; row += int64_t{kPairs} * place.ys) {
-        Piece pieces[kPairs];
+        WholePiece pieces[kPairs];
         place.together(tiles, row, pieces);
         for (auto& piece : pieces) piece.at += affine_row * layout.inner;
         Inputs<T, V, kPairs> in(call.of, pieces);

@@ -136,12 +136,12 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
         A first[V] = {}, second[V] = {};
 #pragma unroll 1
         for (int u = 0; u < kLaneRows && row + int64_t{u} * place.ys < place.end; u += K) {
-          Piece pieces[K];
+          WholePiece pieces[K];
           place.together(tiles, row + int64_t{u} * place.ys, pieces);
           const Inputs<T, V, K, recomputes> in(call.of, pieces);
 #pragma unroll
           for (int p = 0; p < K; ++p) {
-            if (pieces[p].valid == 0) continue;
+            if (!pieces[p].valid) continue;
 #pragma unroll
             for (int e = 0; e < V; ++e) {
               const A g = in.gradient(call.of, p, e, k[e]);
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     int batch = 0;
     for (int64_t row = place.down * tiles.rows_each; row < place.end;
          row += int64_t{kTogether} * place.ys) {
-      Piece pieces[kTogether];
+      WholePiece pieces[kTogether];
       Vector<T, V> x[kTogether], dy[kTogether];
       place.together(tiles, row + place.y, pieces);
       for (auto& piece : pieces) piece.at += affine_row * layout.inner;
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         A sum = 0, product = 0;
-        if (pieces[k].valid != 0) {
+        if (pieces[k].valid) {
           const auto xhat_of = shared.of[k * place.ys + place.y];
 #pragma unroll
           for (int e = 0; e < V; ++e) {

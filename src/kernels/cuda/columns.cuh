@@ -24,8 +24,11 @@ struct ColumnShared {
     for (int e = 0; e < V; ++e) sums[0][e][this_thread()] = sums[1][e][this_thread()] = 0;
   }
   __device__ void add(int e, double first, double second) {
-    sums[0][e][this_thread()] += first;
-    sums[1][e][this_thread()] += second;
+    // One after another: all at once they would take more registers than the loop itself.
+    volatile double& to = sums[0][e][this_thread()];
+    to = to + first;
+    volatile double& other = sums[1][e][this_thread()];
+    other = other + second;
   }
   /// Over the rows of threads, into the first of them.
   __device__ void sum_rows(int lanes) {

@@ -64,7 +64,7 @@ template <typename T, int V>
 constexpr int kBlocks = sizeof(T) == 8 ? 2 : V == 1 ? 4 : sizeof(T) == 4 ? 3 : 2;
 /// The same where a thread keeps coefficients of V columns besides.
 template <typename T, int V>
-constexpr int kTileBlocks = V == 1 && sizeof(T) != 8 ? 4 : 2;
+constexpr int kTileBlocks = V == 1 && sizeof(T) != 8 ? 3 : 2;
 
 /// a*b + c, rounded once.
 __device__ inline float fused(float a, float b, float c) { return fmaf(a, b, c); }
@@ -88,6 +88,12 @@ struct Piece {
 template <int V>
 constexpr uint32_t kWhole = (1u << V) - 1;
 
+/// The same where all are there or none.
+struct WholePiece {
+  int64_t at = 0;
+  bool valid = false;
+};
+
 template <int V, typename T>
 __device__ inline Vector<T, V> load(const T* from, const Piece& piece) {
   if (piece.valid == kWhole<V>) return *reinterpret_cast<const Vector<T, V>*>(from + piece.at);
@@ -109,13 +115,27 @@ __device__ inline void store(const Vector<T, V>& vector, T* to, const Piece& pie
     if (piece.valid >> e & 1) to[piece.at + e] = vector.values[e];
 }
 
+template <int V, typename T>
+__device__ inline Vector<T, V> load(const T* from, const WholePiece& piece) {
+  if (piece.valid) return *reinterpret_cast<const Vector<T, V>*>(from + piece.at);
+  Vector<T, V> vector;
+#pragma unroll
+  for (int e = 0; e < V; ++e) vector.values[e] = narrow<T>(0);
+  return vector;
+}
+
+template <int V, typename T>
+__device__ inline void store(const Vector<T, V>& vector, T* to, const WholePiece& piece) {
+  if (piece.valid) *reinterpret_cast<Vector<T, V>*>(to + piece.at) = vector;
+}
+
 /// K vectors, all on their way before the first is used. Null gives zeros.
-template <int V, typename T, int K>
-__device__ inline void load_together(const T* from, const Piece (&pieces)[K],
+template <int V, typename T, typename P, int K>
+__device__ inline void load_together(const T* from, const P (&pieces)[K],
                                      Vector<T, V> (&vectors)[K]) {
 #pragma unroll
   for (int k = 0; k < K; ++k)
-    vectors[k] = load<V>(from, from == nullptr ? Piece() : pieces[k]);
+    vectors[k] = load<V>(from, from == nullptr ? P() : pieces[k]);
 }
 
 // -- Values of a dtype known at run time

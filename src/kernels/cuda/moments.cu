@@ -92,8 +92,8 @@ __device__ inline Sums moments_of(const double (&values)[N], uint32_t valid, dou
 }
 
 /// What is to be summed: x, or x + residual, rounded and written.
-template <int V, typename T>
-__device__ inline void read(const Moments& call, const Piece (&pieces)[kTogether],
+template <int V, typename T, typename P>
+__device__ inline void read(const Moments& call, const P (&pieces)[kTogether],
                             Vector<T, V> (&vectors)[kTogether]) {
   load_together<V>(static_cast<const T*>(call.x), pieces, vectors);
   if (call.residual == nullptr) return;
@@ -173,7 +173,7 @@ __device__ inline void add_rows(const Moments& call, const Tiles& tiles, const T
   for (int e = 0; e < V; ++e) near[e] = first[e] = second[e] = 0;
 #pragma unroll 1
   for (int u = 0; u < kLaneRows && row + int64_t{u} * place.ys < place.end; u += kTogether) {
-    Piece pieces[kTogether];
+    WholePiece pieces[kTogether];
     Vector<T, V> vectors[kTogether];
     place.together(tiles, row + int64_t{u} * place.ys, pieces);
     read<V>(call, pieces, vectors);
@@ -183,7 +183,7 @@ __device__ inline void add_rows(const Moments& call, const Tiles& tiles, const T
         near[e] = wide ? static_cast<A>(center[e]) : widen(vectors[0].values[e]);
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      if (pieces[k].valid == 0) continue;
+      if (!pieces[k].valid) continue;
 #pragma unroll
       for (int e = 0; e < V; ++e) {
         const A d = widen(vectors[k].values[e]) - near[e];

@@ -157,12 +157,12 @@ struct TilePlace {
   }
 
   /// The thread's columns of the row `k` rows of threads further.
-  __device__ Piece piece(const Tiles& tiles, int64_t from_row, int k) const {
+  __device__ WholePiece piece(const Tiles& tiles, int64_t from_row, int k) const {
     const int64_t at = from_row + static_cast<int64_t>(k) * ys;
-    return {at * tiles.stride + column, inside && at < end ? kWhole<V> : 0};
+    return {at * tiles.stride + column, inside && at < end};
   }
   template <int K>
-  __device__ void together(const Tiles& tiles, int64_t from_row, Piece (&pieces)[K]) const {
+  __device__ void together(const Tiles& tiles, int64_t from_row, WholePiece (&pieces)[K]) const {
 #pragma unroll
     for (int k = 0; k < K; ++k) pieces[k] = piece(tiles, from_row, k);
   }
