@@ -207,8 +207,10 @@ TEST_F(CudaFinish, LeavesThemWhereThereIsNothingToEstimate) {
 
 TEST_F(CudaFinish, SeesWhereTagsDiffer) {
   for (const std::vector<double>& differing :
-       {std::vector<double>{3 * 60000. + 1, 3 * 60000. * 60000}, {3 * 60000., 3 * 60000. * 60000 + 1},
-        {std::nan(""), 3 * 60000. * 60000}, {3 * 60000., std::nan("")}}) {
+       {std::vector<double>{3 * 60000. + 1, 3 * 60000. * 60000},
+        {3 * 60000., 3 * 60000. * 60000 + 1},
+        {std::nan(""), 3 * 60000. * 60000},
+        {3 * 60000., std::nan("")}}) {
     Buffer tags(differing, Dtype::float64);
     call.finish.check.tags = tags.doubles();
     expect_refused(kDisagreement);

@@ -141,8 +141,8 @@ TEST(CudaBackwardApply, IsThatOfPlainLoops) {
     auto& problem = pass.problem;
     const int number = variant.number;
     constexpr double count = 21;
-    const auto totals = problem.random((variant.centered ? 2 : 1) * problem.slots, 0, 5,
-                                       Dtype::float64);
+    const auto totals =
+        problem.random((variant.centered ? 2 : 1) * problem.slots, 0, 5, Dtype::float64);
     const auto more = problem.random(shape.elements());
     const bool adds = shape.by_column && number % 2 == 0;
     const bool wants_residual = !shape.by_column && number % 4 != 0;
@@ -205,8 +205,8 @@ TEST(CudaBackwardApply, SeesTheSignThatTheForwardSaw) {
     for (int64_t i = 0; i < shape.elements(); ++i) {
       const int64_t c = problem.cell_of(i);
       const double zero = pass.mean(c) - pass.bias[c] / pass.weight[c] / pass.rstd(c);
-      problem.x[i] = rounded(zero * (1 + static_cast<double>(i % 41 - 20) * 0x1p-24),
-                             Dtype::float32);
+      problem.x[i] =
+          rounded(zero * (1 + static_cast<double>(i % 41 - 20) * 0x1p-24), Dtype::float32);
     }
     Buffer x(problem.x, Dtype::float32), y(shape.elements(), Dtype::float32);
     Buffer dresidual(shape.elements(), Dtype::float32);

@@ -34,7 +34,9 @@ __global__ void shuffle_beyond() {
   if (threadIdx.x % 32 < 16) __shfl_xor_sync(0xffffu, 1., 16);
 }
 
-__global__ void read_too_far(const float* from, float* to) { to[threadIdx.x] = from[threadIdx.x + 1]; }
+__global__ void read_too_far(const float* from, float* to) {
+  to[threadIdx.x] = from[threadIdx.x + 1];
+}
 
 __global__ void write_too_far() { cuda_shared_memory[kBrokenThreads + threadIdx.x] = 1; }
 

@@ -159,8 +159,8 @@ TEST(CudaMoments, KeepDigitsWhereTheMeanIsLarge) {
 
 // Squares beyond the range of float, on either side, infinity, NaN, and constants.
 TEST(CudaMoments, ReachBeyondTheRangeOfFloat) {
-  for (const Shape shape : {Shape{2, 1, 700}, Shape{300, 8, 1}, Shape{300, 3, 1},
-                            Shape{1, 40, 64, 1, true}})
+  for (const Shape shape :
+       {Shape{2, 1, 700}, Shape{300, 8, 1}, Shape{300, 3, 1}, Shape{1, 40, 64, 1, true}})
     for (const bool centered : {true, false})
       for (const double size : {1e-30, 1e30}) {
         SCOPED_TRACE(::testing::Message() << shape << " of size " << size);

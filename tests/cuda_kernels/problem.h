@@ -19,8 +19,8 @@ const char* name_of(Dtype dtype);
 /// `value` as the dtype holds it.
 double rounded(double value, Dtype dtype);
 
-/// An array at `offset` elements past a boundary of 16 bytes, filled with NaN. AddressSanitizer sees
-/// what is read or written behind it; what lies before is NaN too and must stay so.
+/// An array at `offset` elements past a boundary of 16 bytes, filled with NaN. AddressSanitizer
+/// sees what is read or written behind it; what lies before is NaN too and must stay so.
 class Buffer {
  public:
   Buffer(int64_t size, Dtype dtype, int offset = 0);

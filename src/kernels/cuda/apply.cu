@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
   }
 }
 
-/// Rows are cells, weight and bias go by column; the cells that take the same row of the weight form
-/// a matrix.
+/// Rows are cells, weight and bias go by column; the cells that take the same row of the weight
+/// form a matrix.
 template <typename T, int V>
 __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     apply_by_column(const __grid_constant__ Apply call, const __grid_constant__ Tiles tiles,
@@ -169,8 +169,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     const TilePlace<V> place(tiles, item - affine_row * each);
     const int64_t base = place.down * tiles.rows_each;
     for (int64_t r = this_thread(); r < tiles.rows_each && base + r < tiles.rows; r += kThreads)
-      shared.of[r] =
-          affine_of_cell<A>(call, verdict, (base + r) * layout.affine_rows + affine_row);
+      shared.of[r] = affine_of_cell<A>(call, verdict, (base + r) * layout.affine_rows + affine_row);
     __syncthreads();
     if (place.inside) {
       A weight[V], bias[V];
@@ -208,8 +207,8 @@ Status launch_as(const Apply& call, const Resources& resources) {
         std::clamp<int64_t>(ceil_div(layout.slots, kThreads), 1, kFrontBlocks * processors));
   const auto queue = [&](auto kernel, int64_t items, const auto& plan) {
     if (call.y == nullptr) items = 0;
-    return launch_kernel(kernel, front.blocks + grid_for(items, resources),
-                         sizeof(ApplyShared<A>), resources, call, plan, front);
+    return launch_kernel(kernel, front.blocks + grid_for(items, resources), sizeof(ApplyShared<A>),
+                         resources, call, plan, front);
   };
   if (layout.by_column || layout.inner == 1) {
     const int64_t width = layout.by_column ? layout.inner : layout.cells;
@@ -240,9 +239,8 @@ Status launch_as(const Apply& call, const Resources& resources) {
 Status launch(const Apply& call, const Resources& resources) {
   if (!valid(call.layout) || (call.layout.by_column && (call.residual != nullptr || call.relu)))
     return cudaErrorInvalidValue;
-  return dispatch(call.dtype, [&](auto element) {
-    return launch_as<decltype(element)>(call, resources);
-  });
+  return dispatch(call.dtype,
+                  [&](auto element) { return launch_as<decltype(element)>(call, resources); });
 }
 
 }  // namespace syncnorm::kernels::cuda

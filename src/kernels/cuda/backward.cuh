@@ -43,8 +43,7 @@ struct Inputs {
   __device__ Inputs(const Backward& of, const P (&pieces)[K]) {
     load_together<V>(static_cast<const T*>(of.x), pieces, x);
     load_together<V>(static_cast<const T*>(of.dy), pieces, dy);
-    if (of.gate == Gate::output)
-      load_together<V>(static_cast<const T*>(of.output), pieces, output);
+    if (of.gate == Gate::output) load_together<V>(static_cast<const T*>(of.output), pieces, output);
   }
   __device__ A x_at(int k, int e) const { return widen(x[k].values[e]); }
 

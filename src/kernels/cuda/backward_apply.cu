@@ -32,8 +32,7 @@ __device__ inline Gradient<A> gradient_of_cell(const BackwardApply& call, int64_
 
 /// Writes one round of vectors: of(k, e) are the coefficients of an element.
 template <typename T, int V, bool recomputes, typename P, int K, typename Of>
-__device__ inline void map(const BackwardApply& call, bool fine, const P (&pieces)[K],
-                           Of&& of) {
+__device__ inline void map(const BackwardApply& call, bool fine, const P (&pieces)[K], Of&& of) {
   using A = compute_t<T>;
   Inputs<T, V, K, recomputes> in(call.of, pieces);
 #pragma unroll
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
         pieces[p] = walk.next();
       }
       map<T, V, true>(call, fine, pieces,
-                [&](int p, int) -> const Gradient<A>& { return shared.of[run[p]]; });
+                      [&](int p, int) -> const Gradient<A>& { return shared.of[run[p]]; });
     }
     __syncthreads();
   }
@@ -115,7 +114,8 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
       for (int64_t row = place.row; row < place.end; row += int64_t{K} * place.ys) {
         WholePiece pieces[K];
         place.together(tiles, row, pieces);
-        map<T, V, recomputes>(call, fine, pieces, [&](int, int e) -> const Gradient<A>& { return of[e]; });
+        map<T, V, recomputes>(call, fine, pieces,
+                              [&](int, int e) -> const Gradient<A>& { return of[e]; });
       }
     }
     __syncthreads();
@@ -188,8 +188,8 @@ Status launch_as(const BackwardApply& call, const Resources& resources) {
   const void* output = of.gate == Gate::output ? of.output : nullptr;
   if (layout.by_column || layout.inner == 1) {
     const int64_t width = layout.by_column ? layout.inner : layout.cells;
-    const bool aligned = aligned_rows(
-        sizeof(T), width, {of.x, of.dy, output, call.extra, call.dx, call.dresidual});
+    const bool aligned =
+        aligned_rows(sizeof(T), width, {of.x, of.dy, output, call.extra, call.dx, call.dresidual});
     return with_vectors<T>(aligned, [&](auto length) {
       constexpr int V = decltype(length)::value;
       if (!layout.by_column) {
@@ -219,9 +219,8 @@ Status launch(const BackwardApply& call, const Resources& resources) {
   if (!valid(layout) || !valid_backward(call.of) ||
       (layout.by_column ? call.dresidual : call.extra) != nullptr)
     return cudaErrorInvalidValue;
-  return dispatch(call.of.dtype, [&](auto element) {
-    return launch_as<decltype(element)>(call, resources);
-  });
+  return dispatch(call.of.dtype,
+                  [&](auto element) { return launch_as<decltype(element)>(call, resources); });
 }
 
 }  // namespace syncnorm::kernels::cuda

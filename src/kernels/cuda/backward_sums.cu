@@ -82,13 +82,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
         walk.next_together(pieces);
         const Inputs<T, V, kPairs> in(call.of, pieces);
 #pragma unroll
-        for (int p = 0; p < kPairs; ++p)
+        for (int p = 0; p < kPairs; ++p) {
 #pragma unroll
           for (int e = 0; e < V; ++e) {  // what is not there has a gradient of zero
             const A g = in.gradient(call.of, p, e, k);
             first += g;
             second = fused(g, k.xhat(in.x_at(p, e)), second);
           }
+        }
       }
       sums.first += first;
       sums.second += second;
@@ -124,8 +125,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     const TilePlace<V> place(tiles, item);
     const int64_t base = place.across * tiles.tile;
     shared.columns.clear();
-    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width;
-         c += kThreads)
+    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width; c += kThreads)
       shared.of[c] = outputs_of_cell<A>(call.of, base + c);
     __syncthreads();
     if (place.inside) {
@@ -158,8 +158,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     if (!merge_tiles(tiles, place.across, place.down, places.partials, places.counters,
                      shared.columns))
       continue;
-    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width;
-         c += kThreads)
+    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width; c += kThreads)
       finish_cell(call, places, base + c, {shared.columns.of(0, c), shared.columns.of(1, c)});
     __syncthreads();
   }
@@ -193,8 +192,8 @@ __device__ inline void finish_rows(const BackwardSums& call, const Tiles& tiles,
   sums = sum_of_team(sums, team);
   if (k >= kTogether || lane != 0 || row + r >= place.end) return;
   const int64_t cell = (row + r) * layout.affine_rows + affine_row;
-  double* to = tiles.across > 1 ? places.partials + place.across * 2 * layout.cells
-                                : places.of_cells;
+  double* to =
+      tiles.across > 1 ? places.partials + place.across * 2 * layout.cells : places.of_cells;
   if (to == nullptr) return write_slot(call, cell, 1, sums);
   to[cell] = sums.first;
   to[layout.cells + cell] = sums.second;
@@ -345,7 +344,8 @@ Status fold(const BackwardSums& call, const Places& places, const Tiles& tiles,
   FoldColumns affine;
   affine.from = layout.by_column ? places.of_columns : places.of_cells;
   affine.width = layout.affine_rows * (layout.by_column ? layout.inner : 1);
-  affine.parts = layout.by_column ? tiles.down : layout.cells / layout.affine_rows;
+  affine.parts =
+      layout.by_column ? tiles.down : layout.cells / std::max<int64_t>(layout.affine_rows, 1);
   affine.row_stride = layout.by_column ? affine.width : layout.cells;
   affine.part_stride = layout.by_column ? 2 * affine.width : affine.width;
   affine.to = call.of_affine;
@@ -363,8 +363,7 @@ Status launch_as(const BackwardSums& call, const Resources& resources) {
   const bool tiled = layout.by_column || layout.inner == 1;
   const int64_t width = layout.by_column ? layout.inner : layout.cells;
   const int offset = misalignment(sizeof(T), {of.x, of.dy, output});
-  const bool aligned =
-      tiled ? aligned_rows(sizeof(T), width, {of.x, of.dy, output}) : offset >= 0;
+  const bool aligned = tiled ? aligned_rows(sizeof(T), width, {of.x, of.dy, output}) : offset >= 0;
   return with_vectors<T>(aligned, [&](auto length) {
     constexpr int V = decltype(length)::value;
     Plan<V> plan(call, offset, resources.multiprocessors,
@@ -402,10 +401,10 @@ int64_t backward_sums_workspace(const BackwardSums& call, int multiprocessors) {
 }
 
 Status launch(const BackwardSums& call, const Resources& resources) {
-  if (!valid(call.of.layout) || !valid_backward(call.of)) return cudaErrorInvalidValue;
-  return dispatch(call.of.dtype, [&](auto element) {
-    return launch_as<decltype(element)>(call, resources);
-  });
+  if (!valid(call.of.layout) || !foldable(call.of.layout) || !valid_backward(call.of))
+    return cudaErrorInvalidValue;
+  return dispatch(call.of.dtype,
+                  [&](auto element) { return launch_as<decltype(element)>(call, resources); });
 }
 
 }  // namespace syncnorm::kernels::cuda

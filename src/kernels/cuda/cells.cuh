@@ -75,9 +75,9 @@ __device__ inline void sum_cells(const CellPlan& plan, const Layout& layout, int
     const int split = static_cast<int>(item - cell * plan.splits);
     const int64_t from = split * plan.vectors_each;
     const int64_t rest = plan.vectors - from;
-    auto sums = add(cell, Walk<V>(plan.runs, cell * layout.inner, stride, from,
-                                  rest < plan.vectors_each ? rest : plan.vectors_each, lane,
-                                  kThreads));
+    auto sums =
+        add(cell, Walk<V>(plan.runs, cell * layout.inner, stride, from,
+                          rest < plan.vectors_each ? rest : plan.vectors_each, lane, kThreads));
     sums = sum_of_block(sums, shared);
     if (plan.splits > 1) {
       double* partial = partials + 2 * cell * plan.splits;

@@ -34,10 +34,10 @@ struct ColumnShared {
   __device__ void sum_rows(int lanes) {
     for (int half = kThreads / 2; half >= lanes; half /= 2) {
       __syncthreads();
-      if (this_thread() < half)
+      if (this_thread() >= half) continue;
 #pragma unroll
-        for (int e = 0; e < V; ++e)
-          add(e, sums[0][e][this_thread() + half], sums[1][e][this_thread() + half]);
+      for (int e = 0; e < V; ++e)
+        add(e, sums[0][e][this_thread() + half], sums[1][e][this_thread() + half]);
     }
     __syncthreads();
   }
@@ -47,7 +47,9 @@ struct ColumnShared {
 
 template <int V>
 Tiles tiles_of_columns(const Layout& layout, int multiprocessors) {
-  const int64_t tiles = int64_t{kColumnTiles} * std::max(multiprocessors, 1);
+  // Of tiles below one another there are at least two counters for each column of tiles.
+  const int64_t tiles =
+      std::min(int64_t{kColumnTiles} * std::max(multiprocessors, 1), kCounters / 2);
   return tiles_of<V>(layout.outer, layout.cells, layout.cells, {1, kWarp, tiles, kLaneRows});
 }
 
@@ -71,8 +73,7 @@ __device__ inline void merge_columns(const double* partials, int64_t count, int 
 
 template <int V>
 __device__ inline void put_partial(double* to, int tile, ColumnShared<V>& shared) {
-  for (int q = this_thread(); q < 2 * tile; q += kThreads)
-    to[q] = shared.of(q / tile, q % tile);
+  for (int q = this_thread(); q < 2 * tile; q += kThreads) to[q] = shared.of(q / tile, q % tile);
 }
 
 /// From the tile's sums in `shared` to the column's: true in the block that ends up with them.

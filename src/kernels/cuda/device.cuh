@@ -61,7 +61,10 @@ __device__ inline int64_t all_blocks() { return gridDim.x; }
 /// Blocks that a multiprocessor must hold at least; it bounds the registers, and the fewer bytes a
 /// thread asks for at once, the more threads it takes.
 template <typename T, int V>
-constexpr int kBlocks = sizeof(T) == 8 ? 2 : V == 1 ? 4 : sizeof(T) == 4 ? 3 : 2;
+constexpr int kBlocks = sizeof(T) == 8   ? 2
+                        : V == 1         ? 4
+                        : sizeof(T) == 4 ? 3
+                                         : 2;
 /// The same where a thread keeps coefficients of V columns besides.
 template <typename T, int V>
 constexpr int kTileBlocks = V == 1 && sizeof(T) != 8 ? 3 : 2;
@@ -134,8 +137,7 @@ template <int V, typename T, typename P, int K>
 __device__ inline void load_together(const T* from, const P (&pieces)[K],
                                      Vector<T, V> (&vectors)[K]) {
 #pragma unroll
-  for (int k = 0; k < K; ++k)
-    vectors[k] = load<V>(from, from == nullptr ? P() : pieces[k]);
+  for (int k = 0; k < K; ++k) vectors[k] = load<V>(from, from == nullptr ? P() : pieces[k]);
 }
 
 // -- Values of a dtype known at run time
@@ -243,7 +245,7 @@ Status with_vectors(bool aligned, Body&& body) {
   return body(std::integral_constant<int, 1>());
 }
 
-/// Whether outer*cells*inner elements can be addressed and cells can be added to slots.
+/// Whether sizes fit together, and outer*cells*inner elements can be addressed.
 inline bool valid(const Layout& layout) {
   int64_t elements = 0;
   if (layout.outer < 0 || layout.cells < 0 || layout.inner < 0 || layout.slots < 0) return false;

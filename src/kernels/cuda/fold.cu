@@ -1,5 +1,4 @@
 #include "kernels/cuda/fold.cuh"
-
 #include "kernels/cuda/reduce.cuh"
 
 namespace syncnorm::kernels::cuda {
@@ -73,9 +72,6 @@ Status launch(const FoldColumns& fold, const Resources& resources) {
 }
 
 Status launch(const FoldSlots& fold, const Resources& resources) {
-  if (fold.layout.slot_of_cell != nullptr &&
-      (fold.layout.cells_by_slot == nullptr || fold.layout.slot_begin == nullptr))
-    return cudaErrorInvalidValue;
   const int64_t items = ceil_div(fold.layout.slots, kThreads / kWarp);
   return launch_kernel(fold_slots, grid_for(items, resources), 0, resources, fold);
 }

@@ -11,8 +11,8 @@ struct FoldColumns {
   const double* from = nullptr;
   int64_t parts = 0, width = 0;
   int64_t row_stride = 0, part_stride = 0;
-  bool both = true;           ///< otherwise row 1 alone, written as the first
-  double* to = nullptr;       ///< [2 or 1, width]; null: not wanted
+  bool both = true;             ///< otherwise row 1 alone, written as the first
+  double* to = nullptr;         ///< [2 or 1, width]; null: not wanted
   MutableValues first, second;  ///< [width] each, likewise
 };
 Status launch(const FoldColumns& fold, const Resources& resources);
@@ -27,5 +27,11 @@ struct FoldSlots {
   double* of_slots = nullptr;
 };
 Status launch(const FoldSlots& fold, const Resources& resources);
+
+/// Whether the layout says which cells a slot has.
+inline bool foldable(const Layout& layout) {
+  return layout.slot_of_cell == nullptr ||
+         (layout.cells_by_slot != nullptr && layout.slot_begin != nullptr);
+}
 
 }  // namespace syncnorm::kernels::cuda

@@ -50,10 +50,11 @@ __device__ inline Sums moments_of(const float (&values)[N], uint32_t valid, doub
                                   bool centered) {
   const auto here = [&](int i) { return whole || (valid >> i & 1) != 0; };
   float near = values[0], first = 0, second = 0;
-  if (!whole)
+  if (!whole) {
 #pragma unroll
     for (int i = N - 1; i >= 0; --i)
       if (here(i)) near = values[i];
+  }
   if (!centered) near = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -103,8 +104,7 @@ __device__ inline void read(const Moments& call, const P (&pieces)[kTogether],
   for (int k = 0; k < kTogether; ++k) {
 #pragma unroll
     for (int e = 0; e < V; ++e)
-      vectors[k].values[e] =
-          narrow<T>(widen(vectors[k].values[e]) + widen(residual[k].values[e]));
+      vectors[k].values[e] = narrow<T>(widen(vectors[k].values[e]) + widen(residual[k].values[e]));
     store<V>(vectors[k], static_cast<T*>(call.sum), pieces[k]);
   }
 }
@@ -149,10 +149,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
     }
     return sums;
   };
-  sum_cells<V>(plan, layout, this_block() - places.front, all_blocks() - places.front, places.partials,
-               places.counters, shared.block, add_cell, [&](int64_t cell, const Sums& sums) {
-                 finish_cell(call, places, cell, sums);
-               });
+  sum_cells<V>(plan, layout, this_block() - places.front, all_blocks() - places.front,
+               places.partials, places.counters, shared.block, add_cell,
+               [&](int64_t cell, const Sums& sums) { finish_cell(call, places, cell, sums); });
 }
 
 template <int V>
@@ -177,10 +176,11 @@ __device__ inline void add_rows(const Moments& call, const Tiles& tiles, const T
     Vector<T, V> vectors[kTogether];
     place.together(tiles, row + int64_t{u} * place.ys, pieces);
     read<V>(call, pieces, vectors);
-    if (u == 0 && call.layout.centered)
+    if (u == 0 && call.layout.centered) {
 #pragma unroll
       for (int e = 0; e < V; ++e)
         near[e] = wide ? static_cast<A>(center[e]) : widen(vectors[0].values[e]);
+    }
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
       if (!pieces[k].valid) continue;
@@ -249,8 +249,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
     if (!merge_tiles(tiles, place.across, place.down, places.partials, places.counters,
                      shared.columns))
       continue;
-    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width;
-         c += kThreads)
+    for (int c = this_thread(); c < tiles.tile && base + c < tiles.width; c += kThreads)
       finish_cell(call, places, base + c, {shared.columns.of(0, c), shared.columns.of(1, c)});
     __syncthreads();
   }
@@ -282,8 +281,7 @@ Status launch_as(const Moments& call, const Resources& resources) {
   const bool centers = call.center_from.data != nullptr && call.center != nullptr;
   places.front = call.header.to != nullptr || call.header.center_hash != nullptr || centers;
   if (layout.inner == 1) {
-    const bool aligned =
-        aligned_rows(sizeof(T), layout.cells, {call.x, call.residual, call.sum});
+    const bool aligned = aligned_rows(sizeof(T), layout.cells, {call.x, call.residual, call.sum});
     return with_vectors<T>(aligned, [&](auto length) {
       constexpr int V = decltype(length)::value;
       const auto tiles = tiles_of_columns<V>(layout, resources.multiprocessors);
@@ -315,10 +313,9 @@ int64_t moments_workspace(const Moments& call, int multiprocessors) {
 }
 
 Status launch(const Moments& call, const Resources& resources) {
-  if (!valid(call.layout)) return cudaErrorInvalidValue;
-  const Status status = dispatch(call.dtype, [&](auto element) {
-    return launch_as<decltype(element)>(call, resources);
-  });
+  if (!valid(call.layout) || !foldable(call.layout)) return cudaErrorInvalidValue;
+  const Status status = dispatch(
+      call.dtype, [&](auto element) { return launch_as<decltype(element)>(call, resources); });
   if (status != cudaSuccess || call.layout.slot_of_cell == nullptr) return status;
   FoldSlots fold;
   fold.of_cells = static_cast<const double*>(resources.workspace);

@@ -162,9 +162,9 @@ std::vector<T> ordered(size_t count) {
     if (fibers[t]->site != waiting->site) other = fibers[t].get();
   std::string what = "waits for ever at " + describe(waiting->site);
   if (other != nullptr)
-    what += ", thread " + describe(other->thread) +
-            (other->state == State::returned ? " has returned"
-                                             : " waits at " + describe(other->site));
+    what +=
+        ", thread " + describe(other->thread) +
+        (other->state == State::returned ? " has returned" : " waits at " + describe(other->site));
   fail(*waiting, what);
 }
 
