@@ -33,8 +33,8 @@ struct Layout {
   int64_t outer = 0, cells = 0, inner = 0;
   int64_t slots = 0;
   const int64_t* slot_of_cell = nullptr;  ///< [cells]; null: each cell is a slot of its own
-  /// Its inverse, where it is given: the cells of slot s are cells_by_slot[slot_begin[s] ..
-  /// slot_begin[s + 1]], which is the order they are added in.
+  /// Its inverse, which passes that add need with it: the cells of slot s are
+  /// cells_by_slot[slot_begin[s] .. slot_begin[s + 1]], which is the order they are added in.
   const int64_t* cells_by_slot = nullptr;
   const int64_t* slot_begin = nullptr;
   const double* share = nullptr;  ///< [cells]; null: all 1
@@ -44,7 +44,7 @@ struct Layout {
   bool by_column = false;
   bool centered = true;
 
-  int64_t sums() const { return centered ? 2 : 1; }
+  constexpr int64_t sums() const { return centered ? 2 : 1; }
 };
 
 /// Values a slot holds over all ranks, at least 1 where it divides.
@@ -87,7 +87,7 @@ struct Check {
   double ranks = 1;
   const double* center_hash = nullptr;  ///< the summed words, null: no such check
   double total_values = 0;              ///< zero: not known; else what Count::total must be
-  bool refuses_single_value = false;
+  bool refuses_single_value = false;    ///< where all slots count alike: Count::each is null
 };
 
 /// A device's size, for the number of blocks; and memory for their partial sums.
