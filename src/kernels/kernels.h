@@ -38,6 +38,8 @@ struct BackwardOutputs {
   at::Tensor extra;      ///< read: added to dx; by column only
 };
 
+class DeferredKernels;
+
 /// The passes over memory that norms consist of, and the arithmetic of slots between them. Inputs
 /// are dense; float, double, half or bfloat16, computed in float or wider; sums across slots are
 /// double. Implementations are stateless and give the same bits from run to run, whatever the
@@ -89,6 +91,9 @@ class KernelSet {
   /// where not centered. `sums`: of_slots summed over the ranks.
   virtual void backward_apply(const Norm& norm, const at::Tensor& dy, const at::Tensor& sums,
                               const SlotCount& count, const BackwardOutputs& outputs) const = 0;
+
+  /// The same work in an order that never waits for the device; null where there is no device.
+  virtual const DeferredKernels* deferred() const { return nullptr; }
 };
 
 /// Plain ATen operations in double, for any device: what the others are compared with.
@@ -102,5 +107,14 @@ const KernelSet* cuda_kernels();
 
 /// The set for tensors on `device`. SYNCNORM_KERNELS=reference chooses the plain one everywhere.
 const KernelSet& kernels_for(c10::Device device);
+
+/// For tests: `set` is used for every device while this lives.
+class ScopedKernels {
+ public:
+  explicit ScopedKernels(const KernelSet& set);
+  ~ScopedKernels();
+  ScopedKernels(const ScopedKernels&) = delete;
+  ScopedKernels& operator=(const ScopedKernels&) = delete;
+};
 
 }  // namespace syncnorm::kernels

@@ -6,6 +6,7 @@ namespace syncnorm {
 
 at::Tensor SlotCount::divisor(const at::Tensor& like) const {
   if (each.defined()) return each.clamp_min(1);
+  if (total.defined()) return (total / slots_of_total).clamp_min(1);
   return at::scalar_tensor(std::max(all, 1.0), like.options().dtype(at::kDouble));
 }
 

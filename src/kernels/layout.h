@@ -22,6 +22,8 @@ struct CellLayout {
 struct SlotCount {
   double all = 0;   ///< the same for every slot
   at::Tensor each;  ///< or double [slots]
+  at::Tensor total;  ///< or double [1] on the device, of `slots_of_total` slots alike
+  double slots_of_total = 1;
 
   /// Something to divide sums by: at least 1, since sums of nothing must stay zero, not NaN.
   at::Tensor divisor(const at::Tensor& like) const;
