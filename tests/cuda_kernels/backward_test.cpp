@@ -12,10 +12,10 @@ namespace {
 struct Pass {
   Pass(const Shape& shape, const Variant& variant)
       : problem(shape, variant),
-        weighted(variant.number % 4 != 1),
-        biased(weighted && variant.number % 5 != 1),
-        parameters(variant.number % 7 < 3 ? Dtype::float32 : variant.dtype),
-        gate(shape.by_column ? Gate::open : static_cast<Gate>(variant.number % 3)),
+        weighted(!variant.one_in(1, 4)),
+        biased(weighted && !variant.one_in(2, 4)),
+        parameters(variant.one_in(3, 2) ? Dtype::float32 : variant.dtype),
+        gate(shape.by_column ? Gate::open : static_cast<Gate>(variant.pick(4, 3))),
         x(problem.x, variant.dtype, variant.offset(0)),
         dy(problem.dy, variant.dtype, variant.offset(1)),
         output(problem.random(shape.elements()), variant.dtype, variant.offset(2)),
@@ -84,7 +84,7 @@ TEST(CudaBackwardSums, AreThoseOfPlainLoops) {
     BackwardSums call;
     call.of = pass.of;
     call.of_slots = of_slots.doubles();
-    const bool wants_sums = variant.number % 4 < 2, wants_gradients = variant.number % 8 % 3 == 0;
+    const bool wants_sums = variant.one_in(5, 2), wants_gradients = variant.one_in(6, 2);
     if (wants_sums) call.of_affine = of_affine.doubles();
     if (wants_gradients) {
       call.dbias = dbias.mutable_values();
@@ -139,14 +139,13 @@ TEST(CudaBackwardApply, IsThatOfPlainLoops) {
   for_all(all_shapes(), [](const Shape& shape, const Variant& variant) {
     Pass pass(shape, variant);
     auto& problem = pass.problem;
-    const int number = variant.number;
     constexpr double count = 21;
     const auto totals =
         problem.random((variant.centered ? 2 : 1) * problem.slots, 0, 5, Dtype::float64);
     const auto more = problem.random(shape.elements());
-    const bool adds = shape.by_column && number % 2 == 0;
-    const bool wants_residual = !shape.by_column && number % 4 != 0;
-    const bool wants_dx = !wants_residual || number % 8 != 1;
+    const bool adds = shape.by_column && variant.one_in(5, 2);
+    const bool wants_residual = !shape.by_column && !variant.one_in(6, 3);
+    const bool wants_dx = !wants_residual || !variant.one_in(7, 3);
 
     std::vector<double> dx, dresidual, scale;
     for (int64_t i = 0; i < shape.elements(); ++i) {
@@ -186,7 +185,7 @@ TEST(CudaBackwardApply, IsThatOfPlainLoops) {
       EXPECT_EQ(to_residual.all(), dresidual);
     }
 
-    if (number % 3 != 0) return;
+    if (!variant.one_in(8, 3)) return;
     call.check.tag = 8;
     ASSERT_EQ(launch(call, device.resources()), cudaSuccess);
     EXPECT_EQ(verdict, kDisagreement);
