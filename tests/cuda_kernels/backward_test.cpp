@@ -240,5 +240,31 @@ TEST(CudaBackwardApply, SeesTheSignThatTheForwardSaw) {
   }
 }
 
+// What is by cell only does not come by column, and the other way round.
+TEST(CudaBackwardApply, AndAllOthersRefuseWhatDoesNotGoTogether) {
+  const Device device(1);
+  float value = 0;
+  BackwardApply apply;
+  apply.extra = &value;
+  EXPECT_EQ(launch(apply, device.resources()), cudaErrorInvalidValue);
+  apply.extra = nullptr;
+  EXPECT_EQ(launch(apply, device.resources()), cudaSuccess);
+  apply.of.layout.by_column = true;
+  apply.dresidual = &value;
+  EXPECT_EQ(launch(apply, device.resources()), cudaErrorInvalidValue);
+  BackwardSums sums;
+  sums.of.layout.by_column = true;
+  sums.of.gate = Gate::recompute;
+  EXPECT_EQ(launch(sums, device.resources()), cudaErrorInvalidValue);
+  Apply forward;
+  forward.layout.by_column = forward.relu = true;
+  EXPECT_EQ(launch(forward, device.resources()), cudaErrorInvalidValue);
+  const int64_t slot = 0;
+  Moments moments;
+  moments.layout.cells = moments.layout.slots = 1;
+  moments.layout.slot_of_cell = &slot;  // without its inverse
+  EXPECT_EQ(launch(moments, device.resources()), cudaErrorInvalidValue);
+}
+
 }  // namespace
 }  // namespace syncnorm::kernels::cuda::testing

@@ -192,9 +192,10 @@ void for_all(const std::vector<Shape>& shapes,
 }
 
 int Variant::pick(int question, int count) const {
-  auto seed = static_cast<uint64_t>(number * 64 + question + 32);
-  for (int i = 0; i < 4; ++i) next(seed);
-  return static_cast<int>(next(seed) % static_cast<uint64_t>(count));
+  auto bits = static_cast<uint64_t>(number * 64 + question + 32) * 0x9e3779b97f4a7c15u;
+  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
+  bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
+  return static_cast<int>((bits ^ bits >> 31) % static_cast<uint64_t>(count));
 }
 
 Problem::Problem(const Shape& shape_, const Variant& variant_)
