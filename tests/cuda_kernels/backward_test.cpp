@@ -114,6 +114,7 @@ TEST(CudaBackwardSums, AreThoseOfPlainLoops) {
 
 TEST(CudaBackwardSums, HaveTheSameBitsInAnyOrderOfBlocks) {
   for (const auto& shape : all_shapes()) {
+    if (shape.elements() > 100000) continue;
     SCOPED_TRACE(::testing::Message() << shape);
     const Pass pass(shape, {9, Dtype::float16, 7});
     std::vector<std::vector<double>> results;
