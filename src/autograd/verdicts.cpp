@@ -96,10 +96,11 @@ void Verdicts::raise_found(const std::shared_ptr<Communicator>& comm) {
       ++record;
       continue;
     }
-    if (verdict == kernels::cuda::kLostDigits)
+    if (verdict == kernels::cuda::kLostDigits) {
       TORCH_WARN_ONCE(record->operation,
                       ": a mean lies so far from the running mean that the "
                       "variance has fewer digits than its dtype; the running mean catches up");
+    }
     const Record done = *record;
     const bool bad = owner != nullptr && !settled;
     if (done.kept && owner != nullptr) {
