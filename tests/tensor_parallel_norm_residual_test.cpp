@@ -162,6 +162,7 @@ TEST(TensorParallelNormResidual, EqualsSumAndNormOfWholeRows) {
 }
 
 TEST(TensorParallelNormResidual, FrozenStreamCostsNoBackwardCollective) {
+  if (!testing::host_waits()) GTEST_SKIP() << "backward communicates in any case";
   const auto comm = new_world();
   for (const bool layer : {true, false}) {
     Trial trial;
@@ -189,7 +190,11 @@ TEST(TensorParallelNormResidual, TheSumIsTorchsBitForBit) {
       trial.layer = layer;
       const auto [y, sum] = Norm(trial, shards, comm)(x, residual);
       const auto expected = x + residual;
-      EXPECT_TRUE(torch::equal(sum.view(torch::kUInt8), expected.view(torch::kUInt8))) << dtype;
+      const auto bits = [](const torch::Tensor& of) {  // NaN has many
+        return torch::where(of.isnan(), torch::ones_like(of), of).view(torch::kUInt8);
+      };
+      EXPECT_TRUE(torch::equal(sum.isnan(), expected.isnan())) << dtype;
+      EXPECT_TRUE(torch::equal(bits(sum), bits(expected))) << dtype;
     }
   }
 }
