@@ -150,8 +150,8 @@ sed -i '/"kind":"result".*"step":5/d' halves/metrics.jsonl
 same bfloat1622 halves 0
 for flags in "" "--precision float" "--dtype double"; do
   # shellcheck disable=SC2086  # a list of words
-  succeeds "writing in another precision: $flags" 2 --out halves --sample "the king" --tokens 60 $flags
-  [ "$(wc -c <log)" -gt 60 ] || fail "too short a text with $flags"
+  ranks 2 "$program" --out halves --sample "the king" --tokens 60 $flags >text 2>log || fail "writing with $flags: status $?"
+  [ "$(wc -c <text)" -gt 60 ] || fail "too short a text with $flags"
 done
 
 # stops SIGNAL WHO: a long job that gets the signal at WHO, rank or mpirun, ends well and can go on.
@@ -213,7 +213,7 @@ if show_gpus; then
     trains_alike gpu-$precision float22 step
     succeeds "$precision goes on without them" 2 --steps 28 --device cpu --out gpu-$precision --resume
     succeeds "$precision goes on with them" 3 --steps 32 --device cuda --out gpu-$precision --resume
-    succeeds "$precision writes" 2 --device cuda --out gpu-$precision --sample "the king" --tokens 60
+    ranks 2 "$program" --out gpu-$precision --sample "the king" --device cuda >log 2>&1 || fail "$precision writes: status $?"
   done
 fi
 
