@@ -45,7 +45,7 @@ class GpuSyncBatchNorm : public testing::OnGpu<> {
   std::vector<torch::Tensor> step(SyncBatchNorm& norm, const torch::Tensor& x,
                                   const torch::Tensor& dy) const {
     norm->zero_grad();
-    const auto input = x.detach().clone().set_requires_grad(true);
+    const auto input = x.detach().set_requires_grad(true);
     const auto y = norm->forward(input);
     y.backward(dy);
     return {y,
