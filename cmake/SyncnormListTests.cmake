@@ -28,8 +28,8 @@ foreach(fixture IN LISTS fixtures)
       string(APPEND command " [==[${word}]==]")
     endforeach()
     string(APPEND command " -n ${ranks} [==[${PROGRAM}]==] [==[--gtest_filter=${filter}]==]")
-    string(APPEND text "add_test([==[${fixture}/ranks=${ranks}]==] ${command})\n"
-      "set_tests_properties([==[${fixture}/ranks=${ranks}]==] PROPERTIES PROCESSORS ${ranks} TIMEOUT ${TIMEOUT} "
+    string(APPEND text "add_test([==[${PREFIX}${fixture}/ranks=${ranks}]==] ${command})\n"
+      "set_tests_properties([==[${PREFIX}${fixture}/ranks=${ranks}]==] PROPERTIES PROCESSORS ${ranks} TIMEOUT ${TIMEOUT} "
       "SKIP_RETURN_CODE 77 ENVIRONMENT [==[${ENVIRONMENT}]==] LABELS [==[ranks=${ranks};${LABELS}]==])\n")
   endforeach()
 endforeach()

@@ -2,33 +2,16 @@
 # headers. Nothing is linked: the libraries are those that LibTorch has loaded, found at run time.
 option(SYNCNORM_NCCL "Build the NCCL backend where nccl.h, a CUDA toolkit and a LibTorch with CUDA are found" ON)
 
-# Sets <out> to why there is no NCCL to build with, or to "".
-function(_syncnorm_nccl_missing out)
-  set(why "")
-  # A LibTorch with CUDA has libc10_cuda, which names the runtime it was built for.
-  execute_process(COMMAND "${CMAKE_READELF}" -d "${SYNCNORM_TORCH_LIBRARY_FOLDER}/libc10_cuda.so"
-    OUTPUT_VARIABLE dynamic ERROR_QUIET)
-  string(REGEX MATCH "libcudart\\.so\\.([0-9]+)" runtime "${dynamic}")
-  set(runtime "${CMAKE_MATCH_1}")
-  if(NOT SYNCNORM_NCCL)
-    set(why "switched off")
-  elseif(NOT CUDAToolkit_FOUND)
-    set(why "no CUDA toolkit")
-  elseif(NOT runtime)
-    set(why "LibTorch is without CUDA")
-  elseif(NOT runtime EQUAL CUDAToolkit_VERSION_MAJOR)
-    set(why "LibTorch is for CUDA ${runtime}, the toolkit is ${CUDAToolkit_VERSION}")
-  elseif(NOT SYNCNORM_NCCL_HEADERS)
-    set(why "no nccl.h")
-  endif()
-  set(${out} "${why}" PARENT_SCOPE)
-endfunction()
-
 find_path(SYNCNORM_NCCL_HEADERS nccl.h
   HINTS ${CUDAToolkit_INCLUDE_DIRS} "${SYNCNORM_TORCH_LIBRARY_FOLDER}/../../nvidia/nccl/include"
   DOC "Folder of nccl.h")
 mark_as_advanced(SYNCNORM_NCCL_HEADERS)
-_syncnorm_nccl_missing(_syncnorm_why)
+set(_syncnorm_why "${SYNCNORM_CUDA_PROBLEM}")
+if(NOT SYNCNORM_NCCL)
+  set(_syncnorm_why "switched off")
+elseif(NOT _syncnorm_why AND NOT SYNCNORM_NCCL_HEADERS)
+  set(_syncnorm_why "no nccl.h")
+endif()
 if(_syncnorm_why)
   set(SYNCNORM_NCCL_BUILT FALSE)
   message(STATUS "syncnorm: no NCCL (${_syncnorm_why})")

@@ -9,13 +9,14 @@ set(SYNCNORM_TEST_ENVIRONMENT
   OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   OMPI_MCA_btl_vader_single_copy_mechanism=none)
 
-# syncnorm_add_test(NAME SOURCES file... [RANKS n...] [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds])
+# syncnorm_add_test(NAME SOURCES file... [RANKS n...] [LIBRARIES target...] [LABELS label...] [TIMEOUT seconds]
+#                   [PREFIX text])
 #
 # Builds the GoogleTest program NAME with the MPI main of tests/support and registers each test suite in it at each
-# rank count (default 1 2 3 4) as "<suite>/ranks=<n>". Suites of one fixture (TEST_P instances, typed
+# rank count (default 1 2 3 4) as "<prefix><suite>/ranks=<n>". Suites of one fixture (TEST_P instances, typed
 # tests) form one entry. They are read from the program after each link, so a new suite needs no line in CMake.
 function(syncnorm_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "SOURCES;RANKS;LIBRARIES;LABELS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;PREFIX" "SOURCES;RANKS;LIBRARIES;LABELS")
   if(NOT arg_RANKS)
     set(arg_RANKS 1 2 3 4)
   endif()
@@ -31,7 +32,7 @@ function(syncnorm_add_test name)
   set(list "${CMAKE_CURRENT_BINARY_DIR}/${name}_tests.cmake")
   add_custom_command(TARGET ${name} POST_BUILD
     COMMAND "${CMAKE_COMMAND}"
-      "-DPROGRAM=$<TARGET_FILE:${name}>" "-DLIST=${list}" "-DRANKS=${arg_RANKS}" "-DLABELS=${arg_LABELS}"
+      "-DPROGRAM=$<TARGET_FILE:${name}>" "-DLIST=${list}" "-DRANKS=${arg_RANKS}" "-DLABELS=${arg_LABELS}" "-DPREFIX=${arg_PREFIX}"
       "-DTIMEOUT=${arg_TIMEOUT}" "-DMPIEXEC=${MPIEXEC_EXECUTABLE}" "-DFLAGS=${SYNCNORM_TEST_MPI_FLAGS}"
       "-DENVIRONMENT=${SYNCNORM_TEST_ENVIRONMENT}"
       -P "${PROJECT_SOURCE_DIR}/cmake/SyncnormListTests.cmake"

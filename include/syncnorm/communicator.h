@@ -149,6 +149,13 @@ class ModuleScope {
   std::string previous_;
 };
 
+/// Waits for the norms that are queued on a GPU over `comm` and raises what they found. On a GPU a
+/// forward or backward returns before its collective has run: where the ranks disagree, or a
+/// channel has one value in all, its outputs are NaN and the error is raised by a later norm on
+/// `comm`, or here. Call it where results leave the loop, at the end of an epoch say. Not
+/// collective.
+void check_device_results(const std::shared_ptr<Communicator>& comm);
+
 /// The group of this process alone. Collectives return at once but are counted, so that counts can
 /// be compared.
 std::shared_ptr<Communicator> self_communicator();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "autograd/verdicts.h"
 #include "comm/signature.h"
 #include "comm/statistics_buffer.h"
 
@@ -126,10 +127,95 @@ std::vector<Moments> exchange_once(std::vector<MomentsRequest>& requests,
   return moments;
 }
 
+/// Null where the host has to see the sums: double input may need a second exchange.
+const kernels::DeferredKernels* deferred_kernels(const std::vector<MomentsRequest>& requests) {
+  for (const auto& request : requests)
+    if (request.dtype == at::kDouble) return nullptr;
+  return kernels::kernels_for(requests.front().input.data.device()).deferred();
+}
+
+/// Words in front of the sums: the header, and for centers their hash and its square.
+int64_t front_words_of(const MomentsRequest& request) {
+  return kHeaderWords + (request.running_mean.defined() ? 2 : 0);
+}
+
+/// Queues the sums of one request, whose words begin at `start`, and says what will come of them.
+Moments queue_local(MomentsRequest& request, const StatisticsBuffer& buffer, int64_t start,
+                    double tag, const Communicator& comm, const kernels::DeferredKernels& kernels) {
+  const auto& layout = request.layout;
+  const auto header = buffer.words(start, kHeaderWords);
+  kernels::Front front{header,
+                       {static_cast<double>(layout.values), request.wants_gradient ? 1.0 : 0.0},
+                       at::Tensor()};
+  if (start == 0) {
+    front.words = buffer.front(StatisticsBuffer::kTagWords + kHeaderWords);
+    front.values.insert(front.values.begin(), {tag, tag * tag});
+  }
+  if (request.running_mean.defined()) front.center_hash = buffer.words(start + kHeaderWords, {2});
+  Moments moments;
+  moments.arriving = std::make_shared<kernels::Arriving>();
+  auto& arriving = *moments.arriving;
+  arriving.sums = buffer.words(start + front_words_of(request), {layout.sums(), layout.slots});
+  arriving.center =
+      kernels.moments(request.term.defined() ? request.term : request.input.data, request.residual,
+                      request.input, layout, request.running_mean, arriving.sums, front);
+  request.term = request.residual = at::Tensor();
+
+  auto& count = moments.count = layout.count;
+  if (layout.total_values.has_value() || (!count.each.defined() && count.all == 0)) {
+    count.total = header.narrow(0, kCount, 1);
+    count.slots_of_total = static_cast<double>(layout.slots_of_values);
+  }
+  arriving.count = count;
+  arriving.precision = precision_of(request);
+  arriving.outcome = {at::Tensor(),
+                      buffer.front(StatisticsBuffer::kTagWords),
+                      tag,
+                      static_cast<double>(comm.size()),
+                      front.center_hash,
+                      static_cast<double>(layout.total_values.value_or(0)),
+                      false};
+  moments.ranks_wanting_gradient = request.grad_mode ? comm.size() : 0;
+  moments.statistics = at::empty({kernels::kStatisticsRows, layout.slots}, header.options());
+  return moments;
+}
+
+std::vector<Moments> exchange_deferred(std::vector<MomentsRequest>& requests,
+                                       const std::shared_ptr<Communicator>& comm,
+                                       const kernels::DeferredKernels& kernels) {
+  Verdicts::raise_found(comm);
+  const auto words_with_front = [](const MomentsRequest& request) {
+    return front_words_of(request) + request.layout.sums() * request.layout.slots;
+  };
+  int64_t total = 0;
+  for (const auto& request : requests) total += words_with_front(request);
+  const auto device = requests.front().input.data.device();
+  StatisticsBuffer buffer(comm, total, device);
+  const double tag = buffer.begin(describe(requests));
+  std::vector<Moments> moments;
+  int64_t at = 0;
+  for (auto& request : requests) {
+    moments.push_back(queue_local(request, buffer, at, tag, *comm, kernels));
+    at += words_with_front(request);
+  }
+  buffer.travel();
+  const bool kept = kernels.capturing(device);
+  for (auto& each : moments)
+    each.arriving->outcome.verdict =
+        Verdicts::open(comm, buffer.describe(), ModuleScope::current(), device, kept);
+  return moments;
+}
+
 }  // namespace
 
 std::vector<Moments> exchange_moments(std::vector<MomentsRequest>& requests,
                                       const std::shared_ptr<Communicator>& comm) {
+  if (const auto* kernels = deferred_kernels(requests))
+    return exchange_deferred(requests, comm, *kernels);
+  for (auto& request : requests)
+    if (request.running_mean.defined())
+      request.center =
+          kernels::kernels_for(request.running_mean.device()).center(request.running_mean);
   std::vector<bool> lost_digits;
   auto moments = exchange_once(requests, comm, &lost_digits);
   std::vector<MomentsRequest> again;

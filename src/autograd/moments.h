@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/deferred.h"
 #include "kernels/kernels.h"
 #include "kernels/layout.h"
 #include "syncnorm/communicator.h"
@@ -18,6 +19,9 @@ struct Moments {
   SlotCount count;
   /// Ranks whose input needs a gradient: with none of them, nobody's backward has to communicate.
   int64_t ranks_wanting_gradient = 0;
+  /// On a device that the host does not wait for: what `statistics`, still empty, will be made of
+  /// when they are applied. The count is on the device, and every rank may want a gradient.
+  std::shared_ptr<kernels::Arriving> arriving;
 };
 
 /// One norm's part in an exchange: what to sum, what ranks must agree about, and how far the digits
@@ -27,9 +31,9 @@ struct MomentsRequest {
   const NormLayout& layout;
   at::ScalarType dtype = at::kFloat;  ///< of the user's input
   double eps = 0;
-  /// Double [slots], finite, equal on all ranks, undefined for zero; the closer to the mean the
-  /// better.
-  at::Tensor center;
+  /// [slots], equal on all ranks, undefined for zeros; the closer to the mean the better, and zero
+  /// is meant where it is not finite.
+  at::Tensor running_mean;
   bool wants_gradient = false;
   bool grad_mode = false;
   /// The variance itself is kept, and not only used beside eps.
@@ -39,6 +43,7 @@ struct MomentsRequest {
   at::Tensor term, residual;
   /// Tells requests that share an exchange apart, "norm 1 (bn2)"; empty where there is one.
   std::string label;
+  at::Tensor center;  ///< set by exchange_moments: running_mean as the sums take it, double
 };
 
 /// Local sums about each request's center, one all-reduce for all requests, and the moments that

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "autograd/differentiable.h"
+#include "autograd/verdicts.h"
 #include "comm/signature.h"
 #include "comm/statistics_buffer.h"
 
@@ -35,9 +36,11 @@ at::Tensor unless_placeholder(const at::Tensor& values) {
 enum Input : size_t { kX, kWeight, kBias, kResidual, kInputs };
 enum Saved : size_t { kSavedX, kSavedWeight, kSavedBias, kStatistics, kOutput, kSavedTensors };
 
-/// Fresh memory for the sums of one part.
+/// Fresh memory for the sums of one part; where the host does not wait for them also the gradients
+/// of bias and weight, and what the exchange came to.
 struct PartSums {
-  at::Tensor of_slots, of_affine;
+  at::Tensor of_slots, of_affine, dbias, dweight;
+  kernels::Outcome outcome;
 };
 
 /// What backward knows of one part.
@@ -82,7 +85,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                                part.relu,
                                at::Tensor()};
       const auto y = part.input->empty_like();
-      kernels::kernels_for(y.device()).apply(norm, y);
+      const auto& kernels = kernels::kernels_for(y.device());
+      part.arriving == nullptr ? kernels.apply(norm, y)
+                               : kernels.deferred()->finish_and_apply(norm, *part.arriving, y);
       outputs.push_back(y);
       if (before) outputs.push_back(part.sum);
       const bool keeps_output = part.relu && residual.defined();
@@ -91,6 +96,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         saved.push_back(tensor);
       part.input.reset();
       part.sum.reset();
+      part.arriving.reset();
     }
     ctx->save_for_backward(std::move(saved));
     return outputs;
@@ -169,11 +175,19 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (needs_x) outputs.dx = norms[p].input.empty_like();
       if (writes_residual) outputs.dresidual = norms[p].input.empty_like();
       if (of.dsum.defined()) outputs.extra = norms[p].input.match(of.dsum);
-      if (needs_x || writes_residual)
-        kernels.backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count, outputs);
+      if (needs_x || writes_residual) {
+        if (call.deferred) {
+          kernels.deferred()->backward_apply(norms[p], gradients[p], sums[p].of_slots,
+                                             of.part.count, outputs, sums[p].outcome);
+        } else {
+          kernels.backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count, outputs);
+        }
+      }
       const auto affine = [&](Input input, const at::Tensor& parameter, int64_t row) {
-        return needs(ctx, p, input) ? kernels.affine_gradient(sums[p].of_affine, row, parameter)
-                                    : at::Tensor();
+        if (!needs(ctx, p, input)) return at::Tensor();
+        const auto& written = row == 0 ? sums[p].dbias : sums[p].dweight;
+        return written.defined() ? written
+                                 : kernels.affine_gradient(sums[p].of_affine, row, parameter);
       };
       result.push_back(needs(ctx, p, kX) ? outputs.dx : at::Tensor());
       result.push_back(affine(kWeight, of.weight, 1));
@@ -199,8 +213,15 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       words += c10::multiply_integers(norm.layout.affine_shape());
       sums_affine = true;
     }
+    const bool travels = call.reduce_backward || sums_affine;
+    const auto details = Signature()
+                             .add("pass", sums_affine ? "backward with weight" : "backward")
+                             .add("words", words)
+                             .text();
     const auto device = gradients.front().device();
     StatisticsBuffer buffer(call.comm, words, device);
+    if (call.deferred) Verdicts::raise_found(call.comm);
+    const double tag = call.deferred ? buffer.begin(details) : 0;
     std::vector<PartSums> sums;
     int64_t at = 0;
     const auto take = [&](at::IntArrayRef shape) {
@@ -210,23 +231,47 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     };
     for (size_t p = 0; p < norms.size(); ++p) {
       const auto& layout = norms[p].layout;
+      const bool wants_affine = needs(ctx, p, kWeight) || needs(ctx, p, kBias);
       PartSums part;
       part.of_slots = take({layout.sums(), layout.slots});
       if (layout.sum_affine_gradients) {
         part.of_affine = take(layout.affine_shape());
-      } else if (needs(ctx, p, kWeight) || needs(ctx, p, kBias)) {
+      } else if (wants_affine && !call.deferred) {
         part.of_affine = at::empty(layout.affine_shape(), part.of_slots.options());
+      } else {
+        if (needs(ctx, p, kWeight)) part.dweight = empty_like(norms[p].weight);
+        if (needs(ctx, p, kBias)) part.dbias = empty_like(norms[p].bias);
       }
-      kernels::kernels_for(device).backward_sums(norms[p], gradients[p], part.of_slots,
-                                                 part.of_affine);
+      const auto& kernels = kernels::kernels_for(device);
+      if (call.deferred) {
+        kernels::Front front;
+        if (p == 0) front = {buffer.front(StatisticsBuffer::kTagWords), {tag, tag * tag}, {}};
+        kernels.deferred()->backward_sums(norms[p], gradients[p], part.of_slots, part.of_affine,
+                                          part.dbias, part.dweight, front);
+      } else {
+        kernels.backward_sums(norms[p], gradients[p], part.of_slots, part.of_affine);
+      }
       sums.push_back(part);
     }
-    if (call.reduce_backward || sums_affine)
-      buffer.exchange(Signature()
-                          .add("pass", sums_affine ? "backward with weight" : "backward")
-                          .add("words", words)
-                          .text());
+    if (!travels) return sums;
+    if (!call.deferred) {
+      buffer.exchange(details);
+      return sums;
+    }
+    buffer.travel();
+    const bool kept = kernels::kernels_for(device).deferred()->capturing(device);
+    for (auto& part : sums) {
+      part.outcome.tags = buffer.front(StatisticsBuffer::kTagWords);
+      part.outcome.tag = tag;
+      part.outcome.ranks = call.comm->size();
+      part.outcome.verdict =
+          Verdicts::open(call.comm, buffer.describe(), call.module, device, kept);
+    }
     return sums;
+  }
+
+  static at::Tensor empty_like(const at::Tensor& parameter) {
+    return at::empty(parameter.sizes(), parameter.options());
   }
 };
 
@@ -249,13 +294,15 @@ std::vector<Moments> exchange_statistics(const std::vector<NormTensors>& norms, 
       part.sum = part.input->data = part.input->empty_like();
     }
     const bool wants = norm.x.requires_grad() || (before && norm.residual.requires_grad());
-    requests.push_back({*part.input, part.layout, norm.x.scalar_type(), part.eps, norm.center,
+    requests.push_back({*part.input, part.layout, norm.x.scalar_type(), part.eps, norm.running_mean,
                         grad_mode && wants, grad_mode, norm.keeps_variance, norm.details, term,
-                        residual, part.label});
+                        residual, part.label, at::Tensor()});
   }
   auto moments = exchange_moments(requests, call.comm);
   for (size_t p = 0; p < norms.size(); ++p) {
     call.parts[p].count = moments[p].count;
+    call.parts[p].arriving = moments[p].arriving;
+    call.deferred = moments[p].arriving != nullptr;
     call.reduce_backward |= moments[p].ranks_wanting_gradient > 0;
   }
   return moments;

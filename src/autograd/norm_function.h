@@ -27,6 +27,7 @@ struct NormPart {
   /// copied twice, and the sum that is normalised where a residual is added first.
   std::optional<NormInput> input;
   at::Tensor sum;
+  std::shared_ptr<kernels::Arriving> arriving;
 };
 
 /// Norms that share their collectives: one, or a group of independent ones.
@@ -34,6 +35,7 @@ struct NormCall : torch::CustomClassHolder {
   std::shared_ptr<Communicator> comm;
   std::string module;
   std::vector<NormPart> parts;
+  bool deferred = false;         ///< the host waits for none of the exchanges
   bool reduce_backward = false;  ///< some rank's input needs a gradient, so every rank takes part
   size_t inputs = 0;             ///< of the autograd node
 };
@@ -48,7 +50,7 @@ struct NormTensors {
   at::Tensor bias;
   at::Tensor residual;  ///< shape and dtype of x
   ResidualPlace place = ResidualPlace::none;
-  at::Tensor center;  ///< about which statistics are summed, see MomentsRequest
+  at::Tensor running_mean;  ///< about which statistics are summed, see MomentsRequest
   bool keeps_variance = false;
   std::string details;
 };

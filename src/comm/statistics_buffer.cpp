@@ -39,28 +39,45 @@ Signature signature_of(const char* operation, const Communicator& comm,
 
 }  // namespace
 
-void StatisticsBuffer::exchange(const std::string& details) {
+double StatisticsBuffer::begin(const std::string& details) {
   const auto signature = signature_of("all_reduce", *comm_, details);
-  const double tag = signature.tag();
+  details_ = details;
+  signature_ = signature.text();
+  return signature.tag();
+}
+
+at::Tensor StatisticsBuffer::front(int64_t words) const { return buffer_.narrow(0, 0, words); }
+
+void StatisticsBuffer::travel() {
+  comm_->details_ = details_;
+  try {
+    const TaggedPayload tagged;
+    comm_->all_reduce(buffer_);
+  } catch (const TransportError&) {
+    comm_->raise_disagreement(signature_);
+  }
+}
+
+void StatisticsBuffer::exchange(const std::string& details) {
+  const double tag = begin(details);
   const double ranks = comm_->size();
   if (buffer_.is_cpu()) {
     auto* words = buffer_.data_ptr<double>();
     words[0] = tag;
     words[1] = tag * tag;
   } else {
-    buffer_.narrow(0, 0, kTagWords).copy_(at::tensor({tag, tag * tag}, at::kDouble));
+    front(kTagWords).copy_(at::tensor({tag, tag * tag}, at::kDouble));
   }
-  comm_->details_ = details;
-  try {
-    const TaggedPayload tagged;
-    comm_->all_reduce(buffer_);
-  } catch (const TransportError&) {
-    comm_->raise_disagreement(signature.text());
-  }
+  travel();
   const auto sums = on_host(buffer_, kTagWords);
   const auto* sum = sums.const_data_ptr<double>();
-  if (sum[0] != ranks * tag || sum[1] != ranks * tag * tag)
-    comm_->raise_disagreement(signature.text());
+  if (sum[0] != ranks * tag || sum[1] != ranks * tag * tag) comm_->raise_disagreement(signature_);
+}
+
+void StatisticsBuffer::fail(Communicator& comm, const std::string& message) {
+  comm.announce_failure();
+  comm.failure_ = message;
+  throw CommunicationError(message);
 }
 
 at::Tensor StatisticsBuffer::gather(const std::shared_ptr<Communicator>& comm,

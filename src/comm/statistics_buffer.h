@@ -29,6 +29,17 @@ class StatisticsBuffer {
 
   static constexpr int64_t kTagWords = 2;
 
+  /// exchange() in parts, for tags that the device writes and compares: begin() gives this rank's
+  /// tag, front() the buffer's first words, of which the tags are to hold tag and tag^2, and
+  /// travel() sums everything. describe() names the exchange in messages.
+  double begin(const std::string& details);
+  at::Tensor front(int64_t words) const;
+  void travel();
+  std::string describe() const { return comm_->describe_operation(); }
+
+  /// Gives `comm` up, here and for ranks that wait in its last operation, and raises.
+  [[noreturn]] static void fail(Communicator& comm, const std::string& message);
+
   /// Joins the ranks' flat shards like Communicator::all_gather, where the first kGatherTag doubles
   /// of each are room for a tag that is compared on arrival. Raises CommunicationError on every
   /// rank where anything differs.
@@ -40,6 +51,7 @@ class StatisticsBuffer {
  private:
   std::shared_ptr<Communicator> comm_;
   at::Tensor buffer_;
+  std::string details_, signature_;
 };
 
 }  // namespace syncnorm

@@ -20,9 +20,9 @@ struct Front {
 
 /// How the kernel after an exchange tells whether the ranks meant the same thing.
 struct Outcome {
-  at::Tensor verdict;      ///< int32 [1], host memory that the device writes, a cuda::Verdict
-  at::Tensor tags;         ///< double [2], summed over the ranks
-  double tag = 0;          ///< this rank's
+  at::Tensor verdict;  ///< int32 [1], host memory that the device writes, a cuda::Verdict
+  at::Tensor tags;     ///< double [2], summed over the ranks
+  double tag = 0;      ///< this rank's
   double ranks = 1;
   at::Tensor center_hash;  ///< double [2], summed; or undefined
   double total_values = 0;
@@ -47,9 +47,10 @@ class DeferredKernels {
 
   /// KernelSet::moments, or add_and_moments where there is a residual. Returns the centers it
   /// took: `running_mean` in double, zero where not finite; undefined where that is.
-  virtual at::Tensor moments(const at::Tensor& x, const at::Tensor& residual, const NormInput& input,
-                             const NormLayout& layout, const at::Tensor& running_mean,
-                             const at::Tensor& sums, const Front& front) const = 0;
+  virtual at::Tensor moments(const at::Tensor& x, const at::Tensor& residual,
+                             const NormInput& input, const NormLayout& layout,
+                             const at::Tensor& running_mean, const at::Tensor& sums,
+                             const Front& front) const = 0;
 
   /// Writes norm.statistics, running statistics and y.
   virtual void finish_and_apply(const Norm& norm, const Arriving& arriving,

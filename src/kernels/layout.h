@@ -20,8 +20,8 @@ struct CellLayout {
 
 /// Values a slot holds over all ranks.
 struct SlotCount {
-  double all = 0;   ///< the same for every slot
-  at::Tensor each;  ///< or double [slots]
+  double all = 0;    ///< the same for every slot
+  at::Tensor each;   ///< or double [slots]
   at::Tensor total;  ///< or double [1] on the device, of `slots_of_total` slots alike
   double slots_of_total = 1;
 

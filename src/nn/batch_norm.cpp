@@ -12,6 +12,23 @@ namespace {
 
 thread_local bool running_stats_frozen = false;
 
+int64_t batches_of(const torch::Tensor& num_batches_tracked) {
+  return num_batches_tracked.defined() ? num_batches_tracked.item<int64_t>() : 0;
+}
+
+/// Running statistics change on the device, when the batch's arrive.
+void update_on_arrival(const BatchNormArguments& arguments,
+                       const torch::Tensor& num_batches_tracked, kernels::Arriving& arriving) {
+  arriving.outcome.refuses_single_value = true;
+  if (!arguments.update_running) return;
+  TORCH_CHECK(arguments.running_mean.is_contiguous() && arguments.running_var.is_contiguous(),
+              arguments.name, ": running_mean and running_var must be contiguous on a GPU");
+  arriving.running_mean = arguments.running_mean;
+  arriving.running_var = arguments.running_var;
+  arriving.momentum = arguments.momentum.value_or(-1);
+  arriving.batches = num_batches_tracked;
+}
+
 }  // namespace
 
 FreezeRunningStatsGuard::FreezeRunningStatsGuard()
@@ -40,8 +57,9 @@ void check_batch_norm_input(const torch::Tensor& input, int64_t channels,
                       name, ": the residual must have the input's shape, dtype and device, ",
                       input.sizes(), " ", input.scalar_type(), ", got ", arguments.residual.sizes(),
                       " ", arguments.residual.scalar_type());
-  TORCH_CHECK_VALUE(arguments.momentum >= 0 && arguments.momentum <= 1, name,
-                    ": momentum must be in [0, 1], got ", arguments.momentum);
+  const double momentum = arguments.momentum.value_or(0);
+  TORCH_CHECK_VALUE(momentum >= 0 && momentum <= 1, name, ": momentum must be in [0, 1], got ",
+                    momentum);
 }
 
 PreparedNorm prepare_batch_norm(const torch::Tensor& input, const BatchNormArguments& arguments,
@@ -59,13 +77,12 @@ PreparedNorm prepare_batch_norm(const torch::Tensor& input, const BatchNormArgum
   norm.tensors.place = arguments.residual.defined() ? ResidualPlace::after : ResidualPlace::none;
   // A center near the mean keeps digits; the running mean is near it on most steps and equal on all
   // ranks.
-  if (arguments.running_mean.defined()) {
-    const torch::NoGradGuard no_grad;
-    norm.tensors.center = kernels::kernels_for(input.device()).center(arguments.running_mean);
-  }
+  norm.tensors.running_mean = arguments.running_mean;
   norm.tensors.keeps_variance = arguments.update_running;
   norm.received = [arguments, num_batches_tracked, shape = input.sizes().vec(),
                    rank = norm.comm->rank()](const Moments& moments) {
+    if (moments.arriving != nullptr)
+      return update_on_arrival(arguments, num_batches_tracked, *moments.arriving);
     const double count = moments.count.all;
     TORCH_CHECK_VALUE(
         count != 1, arguments.name,
@@ -73,8 +90,10 @@ PreparedNorm prepare_batch_norm(const torch::Tensor& input, const BatchNormArgum
         at::IntArrayRef(shape), " on rank ", rank);
     if (count == 0 || !arguments.update_running) return;
     const torch::NoGradGuard no_grad;
+    const double momentum =
+        arguments.momentum.value_or(1.0 / static_cast<double>(batches_of(num_batches_tracked) + 1));
     kernels::kernels_for(moments.statistics.device())
-        .update_running(moments.statistics, count, arguments.momentum, arguments.running_mean,
+        .update_running(moments.statistics, count, momentum, arguments.running_mean,
                         arguments.running_var);
     if (num_batches_tracked.defined()) num_batches_tracked.add_(1);
   };

@@ -3,6 +3,7 @@
 #include <torch/types.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "nn/prepared_norm.h"
@@ -19,7 +20,7 @@ struct BatchNormArguments {
   torch::Tensor residual;
   bool relu = false;
   double eps = 0;
-  double momentum = 0;
+  std::optional<double> momentum;  ///< absent: the cumulative average
   bool update_running = false;
   std::shared_ptr<Communicator> comm;
   std::string name;

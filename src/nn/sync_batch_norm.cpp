@@ -62,16 +62,13 @@ BatchNormArguments SyncBatchNormImpl::arguments_of(const torch::Tensor& input,
   arguments.running_mean = running_mean;
   arguments.running_var = running_var;
   arguments.eps = options.eps();
-  arguments.momentum = options.momentum().value_or(0);
+  arguments.momentum = options.momentum();
   arguments.comm = options.communicator();
   arguments.name = display_name();
   check_batch_norm_input(input, options.num_features(), arguments);
   batch_norm_dims = batch_norm_dims == 0 ? dims_of(input) : batch_norm_dims;
   arguments.update_running =
       is_training() && running_mean.defined() && !FreezeRunningStatsGuard::active();
-  if (arguments.update_running)
-    arguments.momentum = options.momentum().value_or(
-        1.0 / static_cast<double>(num_batches_tracked.item<int64_t>() + 1));
   return arguments;
 }
 

@@ -44,11 +44,10 @@ std::vector<double> likely_sums(Problem& problem, const std::vector<double>& cen
 TEST(CudaApply, IsThatOfPlainLoops) {
   for_all(all_shapes(), [](const Shape& shape, const Variant& variant) {
     Problem problem(shape, variant);
-    const int number = variant.number;
-    const bool weighted = number % 4 != 1, biased = weighted && number % 5 != 1;
-    const bool adds = !shape.by_column && number % 3 == 0;
-    const bool rectifies = !shape.by_column && number % 2 == 0;
-    const auto parameters = number % 7 < 3 ? Dtype::float32 : variant.dtype;
+    const bool weighted = !variant.one_in(1, 4), biased = weighted && !variant.one_in(2, 4);
+    const bool adds = !shape.by_column && variant.one_in(3, 2);
+    const bool rectifies = !shape.by_column && variant.one_in(4, 2);
+    const auto parameters = variant.one_in(5, 2) ? Dtype::float32 : variant.dtype;
     constexpr double count = 37, eps = 1e-5;
     const auto center = problem.random(problem.slots, 2.9, 0.1, Dtype::float64);
     const auto local = likely_sums(problem, center, count);

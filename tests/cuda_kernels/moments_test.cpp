@@ -11,8 +11,8 @@ namespace {
 TEST(CudaMoments, AreThoseOfPlainLoops) {
   for_all(all_shapes(), [](const Shape& shape, const Variant& variant) {
     Problem problem(shape, variant);
-    const bool adds = variant.number % 5 < 2;
-    const bool centers = variant.centered && variant.number % 7 != 0;
+    const bool adds = variant.one_in(1, 2);
+    const bool centers = variant.centered && !variant.one_in(2, 4);
     auto center_from = problem.random(problem.slots, 2.5);
     if (problem.slots > 1) center_from[1] = std::nan("");
     const auto residual = problem.random(shape.elements());
@@ -122,6 +122,7 @@ TEST(CudaMoments, MergeManyTilesOfColumns) {
 TEST(CudaMoments, HaveTheSameBitsInAnyOrderOfBlocks) {
   for (const auto& shape : all_shapes())
     for (const int multiprocessors : {1, 7}) {
+      if (shape.elements() > 50000) continue;
       SCOPED_TRACE(::testing::Message() << shape);
       Problem problem(shape, {1, Dtype::float32, multiprocessors});
       cuda_emulation::set_order(cuda_emulation::Order::forward);

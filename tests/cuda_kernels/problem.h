@@ -70,8 +70,14 @@ struct Variant {
   int multiprocessors = 1;
   bool centered = true;
   bool shared_out = false;
-  /// Of the array `which`: all alike, or not.
-  int offset(int which) const { return number % 3 == 2 ? (number + which) % 4 : number % 4; }
+  /// One of `count` choices: each `question` is answered independently of the others.
+  int pick(int question, int count) const;
+  bool one_in(int question, int count) const { return pick(question, count) == 0; }
+  /// Of the array `which` from a boundary: none, all alike, or each its own.
+  int offset(int which) const {
+    if (one_in(-1, 2)) return 0;
+    return one_in(-2, 2) ? pick(-3, 4) : pick(-4 - which, 4);
+  }
 };
 /// Calls body for each shape and dtype with a few variants.
 void for_all(const std::vector<Shape>& shapes,

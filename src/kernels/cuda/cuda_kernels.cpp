@@ -140,8 +140,8 @@ void queue(const Call& call, c10::Device device, int64_t workspace_bytes) {
     resources.workspace = workspace.mutable_data_ptr();
   }
   const auto status = cuda::launch(call, resources);
-  TORCH_CHECK(status == 0, "syncnorm: a CUDA kernel could not be started: ",
-              cuda::error_text(status));
+  TORCH_CHECK(status == 0,
+              "syncnorm: a CUDA kernel could not be started: ", cuda::error_text(status));
 }
 
 /// A norm's tensors as both passes of the backward read them.
@@ -155,8 +155,7 @@ struct DeviceBackward {
     call.x = norm.input.data.const_data_ptr();
     call.dy = dy.const_data_ptr();
     call.output = data_of(norm.output);
-    if (norm.relu)
-      call.gate = norm.output.defined() ? cuda::Gate::output : cuda::Gate::recompute;
+    if (norm.relu) call.gate = norm.output.defined() ? cuda::Gate::output : cuda::Gate::recompute;
     call.weight = values_of(weight);
     call.bias = values_of(bias);
     call.statistics = doubles_of(norm.statistics);

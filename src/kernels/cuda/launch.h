@@ -81,8 +81,8 @@ enum Verdict : int32_t {
 /// What the kernel after an exchange checks first. Unless fine or kLostDigits, its outputs are NaN
 /// and buffers stay as they are.
 struct Check {
-  int32_t* verdict = nullptr;          ///< host memory the device can write; null: no check
-  const double* tags = nullptr;        ///< the summed words: ranks*tag, ranks*tag*tag
+  int32_t* verdict = nullptr;    ///< host memory the device can write; null: no check
+  const double* tags = nullptr;  ///< the summed words: ranks*tag, ranks*tag*tag
   double tag = 0;
   double ranks = 1;
   const double* center_hash = nullptr;  ///< the summed words, null: no such check
@@ -107,9 +107,9 @@ struct Moments {
   const void* x = nullptr;
   const void* residual = nullptr;  ///< null, or x + residual is meant, which is written to `sum`
   void* sum = nullptr;
-  Values center_from;          ///< [slots], what is not finite counts as zero; null: zeros
-  double* center = nullptr;    ///< out, unless center_from is null: [slots]
-  double* sums = nullptr;      ///< out: [layout.sums(), slots]
+  Values center_from;        ///< [slots], what is not finite counts as zero; null: zeros
+  double* center = nullptr;  ///< out, unless center_from is null: [slots]
+  double* sums = nullptr;    ///< out: [layout.sums(), slots]
   Header header;
 };
 int64_t moments_workspace(const Moments& call, int multiprocessors);

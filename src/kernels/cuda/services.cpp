@@ -41,7 +41,8 @@ const char* error_text(Status status) {
 uint64_t captured_graph(Stream stream) {
   auto status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
-  check(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id, nullptr, nullptr, nullptr, nullptr),
+  check(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id, nullptr, nullptr,
+                                 nullptr, nullptr),
         "cudaStreamGetCaptureInfo");
   return status == cudaStreamCaptureStatusActive ? id + 1 : 0;
 }

@@ -1,0 +1,48 @@
+# Decides whether the CUDA kernels are built, and says so: SYNCNORM_CUDA_BUILT, or why not in SYNCNORM_CUDA_PROBLEM.
+option(SYNCNORM_CUDA "Build the CUDA kernels where a CUDA toolkit and a LibTorch for the same CUDA are found" ON)
+
+# Sets <out> to why there is nothing to build with, or to "".
+function(_syncnorm_cuda_problem out)
+  set(why "")
+  # A LibTorch with CUDA has libc10_cuda, which names the runtime it was built for.
+  execute_process(COMMAND "${CMAKE_READELF}" -d "${SYNCNORM_TORCH_LIBRARY_FOLDER}/libc10_cuda.so"
+    OUTPUT_VARIABLE dynamic ERROR_QUIET)
+  string(REGEX MATCH "libcudart\\.so\\.([0-9]+)" runtime "${dynamic}")
+  set(runtime "${CMAKE_MATCH_1}")
+  if(NOT SYNCNORM_CUDA)
+    set(why "switched off")
+  elseif(NOT CUDAToolkit_FOUND)
+    set(why "no CUDA toolkit")
+  elseif(NOT runtime)
+    set(why "LibTorch is without CUDA")
+  elseif(NOT runtime EQUAL CUDAToolkit_VERSION_MAJOR)
+    set(why "LibTorch is for CUDA ${runtime}, the toolkit is ${CUDAToolkit_VERSION}")
+  endif()
+  set(${out} "${why}" PARENT_SCOPE)
+endfunction()
+
+_syncnorm_cuda_problem(SYNCNORM_CUDA_PROBLEM)
+if(NOT SYNCNORM_CUDA_PROBLEM)
+  # Machine code for Ampere, Hopper and Blackwell, and PTX of the last for what comes after.
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;100" CACHE STRING "GPU architectures to build for")
+  endif()
+  if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+    set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
+  endif()
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+  else()
+    set(SYNCNORM_CUDA_PROBLEM "no nvcc that works")
+  endif()
+endif()
+
+if(SYNCNORM_CUDA_PROBLEM)
+  set(SYNCNORM_CUDA_BUILT FALSE)
+  message(STATUS "syncnorm: no CUDA kernels (${SYNCNORM_CUDA_PROBLEM})")
+else()
+  set(SYNCNORM_CUDA_BUILT TRUE)
+  message(STATUS "syncnorm: CUDA kernels for ${CMAKE_CUDA_ARCHITECTURES}")
+endif()
