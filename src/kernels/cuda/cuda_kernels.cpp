@@ -65,7 +65,8 @@ struct DeviceLayout {
     layout.slot_of_cell = slot_of_cell.const_data_ptr<int64_t>();
     if (!adds) return;
     at::Tensor sorted;
-    std::tie(sorted, cells_by_slot) = slot_of_cell.sort(/*stable=*/std::optional<bool>(true), /*dim=*/0);
+    std::tie(sorted, cells_by_slot) =
+        slot_of_cell.sort(/*stable=*/std::optional<bool>(true), /*dim=*/0);
     slot_begin = at::searchsorted(sorted, at::arange(norm.slots + 1, sorted.options()));
     layout.cells_by_slot = cells_by_slot.const_data_ptr<int64_t>();
     layout.slot_begin = slot_begin.const_data_ptr<int64_t>();
