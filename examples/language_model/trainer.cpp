@@ -101,6 +101,7 @@ StepReport Trainer::step(int64_t number) {
   grid_.world->all_reduce(totals);
   const auto total = totals[0].item<double>();
   if (!std::isfinite(total) || totals[1].item<double>() > 0) {
+    syncnorm::check_device_results(grid_.tensor);  // NaN is also what an error on a GPU leaves
     throw job::Failure("the loss or its gradient is no longer a number at step " +
                        std::to_string(number + 1) +
                        ": lower --lr, lengthen --warmup or set --clip");

@@ -127,6 +127,7 @@ void Trainer::train_epoch(Position& position, const std::function<void(const Ste
     position.loss += totals[0].item<double>();
     position.images += work.global_size;
     if (!std::isfinite(position.loss)) {
+      syncnorm::check_device_results(comm_);  // NaN is also what an error on a GPU leaves
       throw job::Failure("the loss is no longer a number in epoch " +
                          std::to_string(position.epoch + 1) + ": lower --lr or lengthen --warmup");
     }
@@ -145,6 +146,7 @@ void Trainer::share_buffers() {
 }
 
 Scores Trainer::test() {
+  syncnorm::check_device_results(comm_);
   share_buffers();
   const job::Autocast autocast(device_, recipe_.precision);
   return evaluate(net(), dataset_, dataset_.test, device_, *comm_);
