@@ -61,15 +61,21 @@ struct DeviceLayout {
     layout.by_column = norm.by_column;
     layout.centered = norm.centered;
     if (!norm.slot_of_cell.defined()) return;
-    slot_of_cell = norm.slot_of_cell.contiguous();
+    slot_of_cell = addressable(norm.slot_of_cell.contiguous());
     layout.slot_of_cell = slot_of_cell.const_data_ptr<int64_t>();
     if (!adds) return;
     at::Tensor sorted;
     std::tie(sorted, cells_by_slot) =
-        at::sort(slot_of_cell, /*stable=*/std::optional<bool>(true), /*dim=*/0);
+        at::sort(norm.slot_of_cell, /*stable=*/std::optional<bool>(true), /*dim=*/0);
     slot_begin = at::searchsorted(sorted, at::arange(norm.slots + 1, sorted.options()));
+    cells_by_slot = addressable(cells_by_slot);
     layout.cells_by_slot = cells_by_slot.const_data_ptr<int64_t>();
     layout.slot_begin = slot_begin.const_data_ptr<int64_t>();
+  }
+
+  /// A rank without cells has a map all the same, and it has to have an address.
+  static at::Tensor addressable(const at::Tensor& map) {
+    return map.numel() > 0 ? map : at::zeros({1}, map.options());
   }
 
   DeviceLayout& shared(const at::Tensor& of_cells) {
