@@ -128,6 +128,32 @@ done
 succeeds "bytes" 2 --text text.txt --tokenizer bytes --layers 1 --hidden 16 --heads 2 --context 16 --batch 4 --steps 4 --out bytes
 succeeds "overwriting" 2 "${tiny[@]}" --steps 2 --out bytes --overwrite
 
+echo "in bfloat16 it learns as in float, wherever the norms are, and resumes"
+for grid in "1 1" "2 2" "2 1" "3 3"; do
+  read -r count width <<<"$grid"
+  for precision in float bfloat16; do
+    succeeds "$precision on $count by $width" "$count" "${tiny[@]}" --steps 24 --tensor-parallel "$width" --device cpu \
+      --precision $precision --out "$precision$count$width"
+  done
+  trains_alike "float$count$width" "bfloat16$count$width" step
+done
+for placement in pre post sandwich deepnorm; do
+  for residual in replicated sharded; do
+    [ $residual = sharded ] && extra=(--norm rms --qk-norm full --softcap 20) || extra=(--norm layer --qk-norm head --kv-heads 2)
+    succeeds "$placement $residual in bfloat16" 2 "${tiny[@]}" --placement $placement --residual $residual "${extra[@]}" \
+      --steps 4 --precision bfloat16 --out "half/$placement-$residual"
+  done
+done
+succeeds "first part in bfloat16" 2 "${tiny[@]}" --steps 5 --precision bfloat16 --out halves
+succeeds "second part in bfloat16" 2 --steps 24 --eval-every 4 --log-every 2 --eval-windows 8 --out halves --resume
+sed -i '/"kind":"result".*"step":5/d' halves/metrics.jsonl
+same bfloat1622 halves 0
+for flags in "" "--precision float" "--dtype double"; do
+  # shellcheck disable=SC2086  # a list of words
+  ranks 2 "$program" --out halves --sample "the king" --tokens 60 $flags >text 2>log || fail "writing with $flags: status $?"
+  [ "$(wc -c <text)" -gt 60 ] || fail "too short a text with $flags"
+done
+
 # stops SIGNAL WHO: a long job that gets the signal at WHO, rank or mpirun, ends well and can go on.
 stops() {
   local signal=$1 who=$2 target
@@ -163,6 +189,12 @@ refuses "no meaning with --temperature 0" 2 --out learned --sample x --temperatu
 refuses "no checkpoint nowhere/checkpoint" 2 --out nowhere --sample x
 refuses "no checkpoint nowhere/checkpoint" 2 --out nowhere --resume
 refuses "holds an earlier run" 2 "${tiny[@]}" --out learned
+refuses "cannot resume with --precision .float. .checkpoint: .bfloat16.." 2 --out halves --resume --precision float
+refuses "--device: gpu not in" 2 "${tiny[@]}" --device gpu
+refuses "--precision: half not in" 2 "${tiny[@]}" --precision half
+refuses "--precision: bfloat16 goes with --dtype float" 2 "${exact[@]}" --precision bfloat16
+refuses "--device cuda: rank 0 on .* has no GPU" 3 "${tiny[@]}" --device cuda
+refuses "--device cuda: rank 0 on .* has no GPU" 2 --out learned --sample x --device cuda
 refuses "cannot resume with --hidden 48 .checkpoint: 24." 2 --out learned --resume --hidden 48
 refuses "launch/setup" 3 --data "$work/none"
 refuses "cannot read none.txt" 2 --text none.txt
@@ -173,5 +205,16 @@ mkdir -p damaged && cp -r learned/checkpoint damaged/ && for file in damaged/che
 refuses "damaged/checkpoint" 3 --out damaged --resume
 refuses "no longer a number" 2 --text text.txt --vocab 280 --layers 1 --hidden 16 --heads 2 --context 16 --batch 4 --lr 1000 \
   --warmup 0 --clip 0 --weight-decay 1000 --steps 40 --out diverged --no-plots
+
+echo "on GPUs"
+if show_gpus; then
+  for precision in float bfloat16; do
+    succeeds "$precision on GPUs" 2 "${tiny[@]}" --steps 24 --device cuda --precision $precision --out gpu-$precision
+    trains_alike gpu-$precision float22 step
+    succeeds "$precision goes on without them" 2 --steps 28 --device cpu --out gpu-$precision --resume
+    succeeds "$precision goes on with them" 3 --steps 32 --device cuda --out gpu-$precision --resume
+    ranks 2 "$program" --out gpu-$precision --sample "the king" --device cuda >log 2>&1 || fail "$precision writes: status $?"
+  done
+fi
 
 finish

@@ -7,7 +7,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/fakes"
 export PATH=$work/fakes:$PATH SYNCNORM_CONTAINER=yes
-unset OMP_NUM_THREADS
+unset OMP_NUM_THREADS CUDA_VISIBLE_DEVICES
 failures=0
 
 # fake NAME TEXT: a command that prints TEXT.
@@ -86,6 +86,16 @@ fake nvidia-smi 'GPU 0: Some GPU (UUID: 0)
 GPU 1: Some GPU (UUID: 1)'
 expect 0 'GPUs: 2 here' dry -n 2 --gpus ls
 expect 1 '3 ranks for 2 GPU' dry -n 3 --gpus ls
+expect 0 'GPUs: 2 here' env CUDA_VISIBLE_DEVICES=1,0 "$root/launch/run" --dry-run -n 2 --gpus ls
+expect 1 '2 ranks for 1 GPU' env CUDA_VISIBLE_DEVICES=1 "$root/launch/run" --dry-run -n 2 --gpus ls
+expect 1 '2 ranks for 1 GPU' env CUDA_VISIBLE_DEVICES=0,-1,1 "$root/launch/run" --dry-run -n 2 --gpus ls
+for none in '' -1; do
+  expect 1 "CUDA_VISIBLE_DEVICES=$none hides every GPU" \
+    env CUDA_VISIBLE_DEVICES=$none "$root/launch/run" --dry-run -n 1 --gpus ls
+done
+machine 16 1000
+expect 0 '^OMP_NUM_THREADS=8 mpirun .*--bind-to none .*-n 2 /' dry -n 2 --gpus ls
+machine 2 1000
 fake nvidia-smi 'No devices were found'
 expect 1 'nvidia-smi shows no GPU' dry -n 1 --gpus ls
 

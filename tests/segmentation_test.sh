@@ -87,6 +87,23 @@ done
 succeeds "adamw" 2 --images mixed --masks mixedmasks --size 24x16 --width 4 --depth 3 --optimizer adamw --schedule cosine --epochs 1 --out adamw
 succeeds "palette" 3 --images images --masks colored --palette 000000,ff0000 --width 4 --depth 2 --epochs 1 --out palette
 
+echo "in bfloat16 it learns as in float, with every norm, and resumes"
+for count in 1 2 3; do
+  succeeds "float on $count" $count "${small[@]}" --epochs 4 --device cpu --out float$count
+  succeeds "bfloat16 on $count" $count "${small[@]}" --epochs 4 --device cpu --precision bfloat16 --out half$count
+  trains_alike float$count half$count epoch
+done
+for norm in batch group frozen none; do
+  succeeds "norm $norm in bfloat16" 2 "${pairs[@]}" --width 4 --depth 2 --norm $norm --lr 0.01 --epochs 1 \
+    --precision bfloat16 --out "half-$norm"
+done
+succeeds "first epoch in bfloat16" 2 "${small[@]}" --epochs 1 --precision bfloat16 --out halves
+succeeds "other epochs in bfloat16" 2 --epochs 4 --out halves --resume
+for epoch in 1 4; do
+  [ "$(field half2 $epoch loss)" = "$(field halves $epoch loss)" ] || fail "loss of epoch $epoch in bfloat16 after resume"
+  [ "$(field half2 $epoch test)" = "$(field halves $epoch test)" ] || fail "scores of epoch $epoch in bfloat16 after resume"
+done
+
 # stops SIGNAL WHO: a long job that gets the signal at WHO, rank or mpirun, after its first checkpoint ends well.
 stops() {
   local signal=$1 who=$2 target
@@ -123,10 +140,25 @@ refuses "masks" 2 --images images
 refuses "no-augment contradict" 2 "${pairs[@]}" --no-augment --noise 0.1
 refuses "holds an earlier run" 2 "${small[@]}" --out straight
 refuses "no checkpoint straight2" 2 --out straight2 --resume
+refuses "cannot resume with --precision .float. .checkpoint: .bfloat16.." 2 --out halves --resume --precision float
+refuses "--device: gpu not in" 2 "${small[@]}" --device gpu
+refuses "--precision: half not in" 2 "${small[@]}" --precision half
+refuses "--device cuda: rank 0 on .* has no GPU" 3 "${small[@]}" --device cuda
+refuses "--device cuda: rank 0 on .* has no GPU" 1 --compare --quick --device cuda
 refuses "cannot resume with --width 8 .checkpoint: 4." 2 --out straight --resume --width 8
 refuses "trained on other data" 2 --out straight --resume --images images --masks high
 head -c 2000 straight/checkpoint.pt >cut && mkdir -p damaged && mv cut damaged/checkpoint.pt
 refuses "damaged or no checkpoint" 3 --out damaged --resume
 refuses "no longer a number" 2 "${pairs[@]}" --width 4 --norm none --lr 1e6 --warmup 0 --epochs 3 --out diverged --no-plots
+
+echo "on GPUs"
+if show_gpus; then
+  for precision in float bfloat16; do
+    succeeds "$precision on GPUs" 2 "${small[@]}" --epochs 4 --device cuda --precision $precision --out gpu-$precision
+    trains_alike gpu-$precision float2 epoch
+    succeeds "$precision goes on without them" 2 --epochs 5 --device cpu --out gpu-$precision --resume
+    succeeds "$precision goes on with them" 2 --epochs 6 --device cuda --out gpu-$precision --resume
+  done
+fi
 
 finish

@@ -21,6 +21,7 @@ using testing::residual_norm::Uses;
 TEST(TensorParallelNormResidual, EqualsSumAndNormOfWholeRows) { run_all(new_world(), torch::kCPU); }
 
 TEST(TensorParallelNormResidual, FrozenStreamCostsNoBackwardCollective) {
+  if (!testing::host_waits()) GTEST_SKIP() << "backward communicates in any case";
   const auto comm = new_world();
   for (const bool layer : {true, false}) {
     Trial trial;
@@ -48,7 +49,11 @@ TEST(TensorParallelNormResidual, TheSumIsTorchsBitForBit) {
       trial.layer = layer;
       const auto [y, sum] = Norm(trial, shards, comm)(x, residual);
       const auto expected = x + residual;
-      EXPECT_TRUE(torch::equal(sum.view(torch::kUInt8), expected.view(torch::kUInt8))) << dtype;
+      const auto bits = [](const torch::Tensor& of) {  // NaN has many
+        return torch::where(of.isnan(), torch::ones_like(of), of).view(torch::kUInt8);
+      };
+      EXPECT_TRUE(torch::equal(sum.isnan(), expected.isnan())) << dtype;
+      EXPECT_TRUE(torch::equal(bits(sum), bits(expected))) << dtype;
     }
   }
 }

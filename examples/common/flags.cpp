@@ -28,6 +28,21 @@ void check_output_flags(const Output& output, const std::set<std::string>& given
     throw CLI::ValidationError("--resume", "needs --out, the folder of the run to go on with");
 }
 
+void add_compute_flags(CLI::App& app, std::string& device, std::string& precision) {
+  Group group(app, "Computing");
+  group
+      .option(
+          "--device", device, "NAME",
+          "cpu, cuda (a GPU for each rank, by its place on its node), or auto: cuda where every "
+          "rank has a GPU")
+      ->check(one_of({"auto", "cpu", "cuda"}));
+  group
+      .option("--precision", precision, "NAME",
+              "float, or bfloat16 for convolutions and products; parameters, statistics and loss "
+              "stay float")
+      ->check(one_of({"float", "bfloat16"}));
+}
+
 void refuse(const std::set<std::string>& given, const std::string& flag, const std::string& why) {
   if (given.count(flag) > 0) throw CLI::ValidationError("--" + flag, why);
 }

@@ -45,6 +45,9 @@ void add_output_flags(CLI::App& app, Output& output, const std::string& files);
 /// Raises CLI::ValidationError where some of those `given` contradict each other.
 void check_output_flags(const Output& output, const std::set<std::string>& given);
 
+/// --device and --precision, as place() and Autocast take them.
+void add_compute_flags(CLI::App& app, std::string& device, std::string& precision);
+
 /// Raises CLI::ValidationError, with `why`, where --`flag` is one of those `given`.
 void refuse(const std::set<std::string>& given, const std::string& flag, const std::string& why);
 

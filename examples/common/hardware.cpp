@@ -23,13 +23,13 @@ std::string counted(int64_t count, const std::string& what) {
   return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
 }
 
-std::string hardware(const syncnorm::Environment& environment) {
+std::string hardware(const syncnorm::Environment& environment, c10::Device device) {
   const auto nodes = torch::tensor({int64_t{environment.local_rank() == 0}});
   environment.world()->all_reduce(nodes);
   return counted(environment.world()->size(), "rank") + " on " +
          counted(nodes.item<int64_t>(), "node") + ", " +
          counted(torch::get_num_threads(), "thread") + " each; " + processor() + ", " +
-         counted(std::thread::hardware_concurrency(), "core") + "; " + environment.device().str() +
+         counted(std::thread::hardware_concurrency(), "core") + "; " + device.str() +
          "; LibTorch " + TORCH_VERSION;
 }
 

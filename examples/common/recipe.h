@@ -42,11 +42,14 @@ nlohmann::json recipe_to_json(const R& recipe) {
   return json;
 }
 
-/// Takes over a checkpoint's recipe, as merge_recipes says.
+/// Takes over a checkpoint's recipe, as merge_recipes says. Fields that are newer than the
+/// checkpoint are the defaults, which it was trained with.
 template <typename R>
 void adopt_recipe(R& recipe, const nlohmann::json& saved, const std::set<std::string>& given,
                   const std::set<std::string>& free) {
-  const auto merged = merge_recipes(recipe_to_json(recipe), saved, given, free);
+  auto complete = recipe_to_json(R());
+  complete.update(saved);
+  const auto merged = merge_recipes(recipe_to_json(recipe), complete, given, free);
   visit(recipe, [&](const char* flag, auto& value) { detail::get(merged.at(flag), value); });
 }
 

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "common/console.h"
+#include "common/device.h"
 #include "common/failure.h"
 #include "common/hardware.h"
 #include "common/json_lines.h"
@@ -19,7 +20,9 @@ struct Job {
   syncnorm::Environment& environment;
   Options options;
   Console console;
+  Placement placement;
 
+  /// All ranks, for what is on the host; tensors on the device go by placement.comm.
   syncnorm::Communicator& world() const { return *environment.world(); }
   bool is_root() const { return world().rank() == 0; }
 };

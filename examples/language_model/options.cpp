@@ -69,7 +69,7 @@ void add_model_flags(CLI::App& app, Recipe& recipe) {
       ->check(between(0.0, 1e6));
   group.option("--context", recipe.context, "N", "Tokens that the network sees at once")
       ->check(between(2, 65536));
-  group.option("--dtype", recipe.dtype, "NAME", "float or double")
+  group.option("--dtype", recipe.dtype, "NAME", "Of the parameters: float or double")
       ->check(one_of({"float", "double"}));
 }
 
@@ -144,11 +144,13 @@ void check_network(const Recipe& recipe) {
 void check_combinations(const Options& options) {
   const auto& given = options.given;
   job::check_output_flags(options.output, given);
+  if (options.recipe.dtype == "double" && options.recipe.precision == "bfloat16")
+    job::refuse(given, "precision", "bfloat16 goes with --dtype float");
   if (options.sample) {
     if (options.output.folder.empty())
       throw CLI::ValidationError("--sample", "needs --out, the folder of a trained model");
-    const std::set<std::string> allowed = {"sample", "tokens", "temperature", "top-k",
-                                           "seed",   "out",    "dtype",       "progress"};
+    const std::set<std::string> allowed = {"sample", "tokens", "temperature", "top-k",  "seed",
+                                           "out",    "dtype",  "precision",   "device", "progress"};
     for (const auto& flag : given) {
       if (allowed.count(flag) == 0)
         job::refuse(given, flag, "goes with training, not with --sample");
@@ -176,6 +178,7 @@ std::optional<Options> parse_options(int argc, char** argv, bool speak, int& sta
   add_model_flags(app, options.recipe);
   add_training_flags(app, options);
   add_sample_flags(app, sample);
+  job::add_compute_flags(app, options.device, options.recipe.precision);
   job::add_output_flags(app, options.output, "metrics.jsonl, checkpoint and curves.png");
   const bool parsed = job::parse(app, argc, argv, speak, status, [&] {
     options.given = job::given_options(app);
@@ -233,6 +236,7 @@ void visit(R& recipe, F each) {
   each("schedule", recipe.schedule);
   each("seed", recipe.seed);
   each("dtype", recipe.dtype);
+  each("precision", recipe.precision);
 }
 
 nlohmann::json to_json(const Recipe& recipe) { return job::recipe_to_json(recipe); }

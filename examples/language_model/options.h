@@ -27,7 +27,7 @@ struct Recipe {
   double lr = 3e-3, warmup = 50, weight_decay = 0.1, clip = 1;
   std::string schedule = "cosine";
   uint64_t seed = 0;
-  std::string dtype = "float";
+  std::string dtype = "float", precision = "float";
 };
 
 /// What to write from a trained model.
@@ -43,6 +43,7 @@ struct SampleOptions {
 struct Options {
   Recipe recipe;
   job::Output output;
+  std::string device = "auto";
   std::optional<SampleOptions> sample;  ///< absent: train
   int64_t tensor_parallel = 0;          ///< ranks of a tensor group; 0: all
   int64_t log_every = 20, eval_every = 100, save_every = 200;

@@ -4,6 +4,7 @@
 #include <optional>
 #include <random>
 
+#include "common/autocast.h"
 #include "common/stop.h"
 #include "header.h"
 #include "job.h"
@@ -46,10 +47,11 @@ class Chooser {
 class Writer {
  public:
   Writer(const Recipe& recipe, const Header& header, const SampleOptions& options,
-         std::shared_ptr<syncnorm::Communicator> comm, torch::Device device)
-      : comm_(std::move(comm)),
-        device_(device),
-        model_(build_model(recipe, header.tokenizer.size(), comm_, device)),
+         const Placement& placement)
+      : comm_(placement.comm),
+        device_(placement.device),
+        precision_(recipe.precision),
+        model_(build_model(recipe, header.tokenizer.size(), comm_, device_)),
         vocabulary_(syncnorm::balanced_shards(header.tokenizer.size(), comm_->size())),
         chooser_(options),
         context_(static_cast<size_t>(recipe.context)) {
@@ -72,7 +74,7 @@ class Writer {
       forget();
     }
     cached_ += fresh.size();
-    const auto logits = model_->forward(torch::tensor(fresh).unsqueeze(0).to(device_), &caches_);
+    const auto logits = forward(torch::tensor(fresh).unsqueeze(0));
     const auto last = comm_->all_gather(logits[0][-1].contiguous(), vocabulary_);
     // Rank 0's choice: on unlike machines the last digit of an exponential may differ.
     const auto chosen = torch::tensor(
@@ -83,6 +85,11 @@ class Writer {
   }
 
  private:
+  torch::Tensor forward(const torch::Tensor& tokens) {
+    const Autocast autocast(device_, precision_);
+    return model_->forward(to_device(tokens, device_), &caches_);
+  }
+
   void forget() {
     caches_ = std::vector<syncnorm::KeyValueCache>(model_->layers());
     cached_ = 0;
@@ -90,6 +97,7 @@ class Writer {
 
   std::shared_ptr<syncnorm::Communicator> comm_;
   torch::Device device_;
+  std::string precision_;
   LanguageModel model_;
   std::vector<int64_t> vocabulary_;
   Chooser chooser_;
@@ -113,14 +121,15 @@ int sample(Job& job) {
   auto& recipe = job.options.recipe;
   agree(job.world(), [&] {
     header = read_header(folder);
-    const auto dtype = recipe.dtype;
+    const auto dtype = recipe.dtype, precision = recipe.precision;
     recipe = recipe_of(header.recipe);
     if (job.options.given.count("dtype") > 0) recipe.dtype = dtype;
+    if (job.options.given.count("precision") > 0) recipe.precision = precision;
   });
   const auto& options = *job.options.sample;
-  Writer writer(recipe, header, options, job.environment.world(), job.environment.device());
+  Writer writer(recipe, header, options, job.placement);
   agree(job.world(), [&] {
-    syncnorm::load_checkpoint(folder, weights_of(writer.model()), job.environment.world(),
+    syncnorm::load_checkpoint(folder, weights_of(writer.model()), job.placement.comm,
                               /*ignore_unexpected=*/true);
   });
 

@@ -45,7 +45,7 @@ class Run {
         recipe_(job.options.recipe),
         grid_(grid),
         tokens_(tokens),
-        trainer_(recipe_, tokens, grid, job.environment.device()) {
+        trainer_(recipe_, tokens, grid, job.placement.device) {
     if (saved) resume(*saved);
   }
 
@@ -229,13 +229,13 @@ int train(Job& job) {
   });
   // Only rank 0 chose a folder where none was given.
   job.options.output.folder = broadcast_text(job.world(), job.options.output.folder);
-  const auto about = hardware(job.environment);
+  const auto about = hardware(job.environment, job.placement.device);
   job.console.line(about);
   const auto& recipe = job.options.recipe;
   const auto tokens =
       load_tokens(recipe, saved ? std::optional(saved->tokenizer) : std::nullopt, job.world());
   job.console.line(tokens.description);
-  const Grid grid(job.environment.world(), job.options.tensor_parallel);
+  const Grid grid(job.placement.comm, job.options.tensor_parallel);
   if (recipe.steps == 0 && !saved)
     job.console.line("--steps 0 without --resume: this evaluates the untrained network");
   return Run(job, grid, tokens, saved).execute(about);

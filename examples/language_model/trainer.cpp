@@ -3,6 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "common/autocast.h"
+#include "common/device.h"
 #include "common/failure.h"
 #include "common/stop.h"
 #include "schedule.h"
@@ -65,6 +67,7 @@ Trainer::Trainer(const Recipe& recipe, const Tokens& tokens, const Grid& grid, t
 }
 
 torch::Tensor Trainer::logits(const torch::Tensor& tokens) {
+  const job::Autocast autocast(device_, recipe_.precision);
   return parallel_ && model_->is_training() ? parallel_->forward(tokens) : model_->forward(tokens);
 }
 
@@ -82,7 +85,8 @@ StepReport Trainer::step(int64_t number) {
   optimizer_->zero_grad();
   const auto share = grid_.share(recipe_.batch);
   const auto windows = training_windows(tokens_, recipe_, number, share.first, share.count);
-  const auto mean = loss(logits(windows.inputs.to(device_)), windows.targets.to(device_));
+  const auto mean = loss(logits(job::to_device(windows.inputs, device_)),
+                         job::to_device(windows.targets, device_));
   // Data parallelism averages over groups, whose shares may differ in size: this makes it the mean
   // over the whole batch.
   const double weight = static_cast<double>(share.count) / static_cast<double>(recipe_.batch);
@@ -115,7 +119,8 @@ Scores Trainer::evaluate(int64_t windows) {
     const auto count = std::min(at_once, share.count - done);
     const auto part =
         held_out_windows(tokens_, recipe_.context, windows, share.first + done, count);
-    const auto mean = loss(logits(part.inputs.to(device_)), part.targets.to(device_));
+    const auto mean =
+        loss(logits(job::to_device(part.inputs, device_)), job::to_device(part.targets, device_));
     nats += mean.item<double>() * static_cast<double>(part.targets.numel());
     tokens += static_cast<double>(part.targets.numel());
     bytes += tokens_.bytes.index_select(0, part.targets.flatten()).sum().item<double>();

@@ -6,16 +6,17 @@
 namespace segmentation {
 namespace {
 
-/// Opens `path` and hands the archive to `read`; any error becomes one message.
+/// Opens `path`, all tensors on `device` wherever they were saved from, and hands the archive to
+/// `read`; any error becomes one message.
 template <typename F>
-void with_archive(const std::string& path, F read) {
+void with_archive(const std::string& path, torch::Device device, F read) {
   if (!std::filesystem::exists(path)) {
     throw std::runtime_error("there is no checkpoint " + path +
                              " to resume from; leave --resume out to start");
   }
   try {
     torch::serialize::InputArchive archive;
-    archive.load_from(path);
+    archive.load_from(path, device);
     read(archive);
   } catch (const std::exception&) {
     throw std::runtime_error(
@@ -64,7 +65,7 @@ void save_checkpoint(const std::string& path, const CheckpointHeader& header, co
 
 CheckpointHeader read_checkpoint_header(const std::string& path) {
   CheckpointHeader header;
-  with_archive(path, [&](torch::serialize::InputArchive& archive) {
+  with_archive(path, torch::kCPU, [&](torch::serialize::InputArchive& archive) {
     c10::IValue text;
     archive.read("header", text);
     const auto about = nlohmann::json::parse(text.toStringRef());
@@ -78,7 +79,8 @@ CheckpointHeader read_checkpoint_header(const std::string& path) {
 }
 
 void load_checkpoint(const std::string& path, UNet& net, torch::optim::Optimizer& optimizer) {
-  with_archive(path, [&](torch::serialize::InputArchive& archive) {
+  const auto device = net->parameters().front().device();
+  with_archive(path, device, [&](torch::serialize::InputArchive& archive) {
     torch::serialize::InputArchive weights, state;
     archive.read("net", weights);
     // In place: Module::load would swap the parameters' storage, and the data-parallel hooks on

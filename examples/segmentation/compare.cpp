@@ -121,7 +121,7 @@ class Comparison {
   /// nullopt where the job was asked to stop.
   std::optional<nlohmann::json> run(size_t index) {
     const auto recipe = this->recipe(settings_[index]);
-    Trainer trainer(recipe, dataset_, job_.environment.world(), job_.environment.device());
+    Trainer trainer(recipe, dataset_, job_.placement);
     const auto label =
         format("%2zu/%zu  %s", done_.size() + 1, settings_.size(), settings_[index].text().c_str());
     const auto begin = Clock::now();
@@ -230,7 +230,7 @@ class Comparison {
 
 int compare(Job& job) {
   if (job.options.output.folder.empty()) job.options.output.folder = "runs/compare";
-  const auto about = hardware(job.environment);
+  const auto about = hardware(job.environment, job.placement.device);
   job.console.line(about);
   const auto dataset = load_data(job);
   return Comparison(job, dataset, about).execute();

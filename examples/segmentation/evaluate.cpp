@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "common/device.h"
 #include "syncnorm/sampler.h"
 
 namespace segmentation {
@@ -58,7 +59,7 @@ torch::Tensor predict(UNet& net, const Dataset& dataset, const std::vector<int64
     const std::vector<int64_t> some(
         indices.begin() + static_cast<int64_t>(i),
         indices.begin() + static_cast<int64_t>(std::min(indices.size(), i + kEvaluationBatch)));
-    const auto scores = net->forward(plain_batch(dataset, some).pictures.to(device));
+    const auto scores = net->forward(job::to_device(plain_batch(dataset, some).pictures, device));
     classes.push_back(scores.argmax(1).to(torch::kUInt8).cpu());
   }
   net->train(was_training);

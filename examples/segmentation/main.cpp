@@ -8,7 +8,8 @@ int main(int argc, char** argv) {
     int status = 0;
     auto options = parse_options(argc, argv, root, status);
     if (!options) return status;
-    Job job{environment, *options, Console("segmentation", root, options->output.progress)};
+    Console console("segmentation", root, options->output.progress);
+    Job job{environment, *options, console, place(environment, options->device, console)};
     return job.options.compare ? compare(job) : train(job);
   });
 }

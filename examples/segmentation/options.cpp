@@ -176,6 +176,7 @@ std::optional<Options> parse_options(int argc, char** argv, bool speak, int& sta
   add_model_flags(app, options.recipe);
   add_training_flags(app, options.recipe);
   add_compare_flags(app, options);
+  job::add_compute_flags(app, options.device, options.recipe.precision);
   job::add_output_flags(app, options.output, "metrics.jsonl, checkpoint.pt, model.pt and pictures");
   const bool parsed = job::parse(app, argc, argv, speak, status, [&] {
     options.given = job::given_options(app);

@@ -33,12 +33,14 @@ struct Recipe {
   uint64_t seed = 0;
   bool no_augment = false;
   double noise = 0.05, contrast = 0.05;
+  std::string precision = "float";
 };
 
 /// The command line.
 struct Options {
   Recipe recipe;
   job::Output output;
+  std::string device = "auto";
   bool compare = false, quick = false;
   int64_t seeds = 3;
   std::set<std::string> given;  ///< names of the flags on the command line, without dashes

@@ -41,6 +41,7 @@ void visit(R& recipe, F each) {
   each("no-augment", recipe.no_augment);
   each("noise", recipe.noise);
   each("contrast", recipe.contrast);
+  each("precision", recipe.precision);
 }
 
 nlohmann::json to_json(const Recipe& recipe) { return job::recipe_to_json(recipe); }

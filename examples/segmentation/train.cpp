@@ -34,7 +34,7 @@ class Run {
       : job_(job),
         recipe_(job.options.recipe),
         dataset_(dataset),
-        trainer_(recipe_, dataset, job.environment.world(), job.environment.device()) {
+        trainer_(recipe_, dataset, job.placement) {
     if (saved) resume(*saved);
   }
 
@@ -84,7 +84,8 @@ class Run {
 
   void epoch() {
     const auto begin = Clock::now();
-    const auto counters = job_.world().counters();
+    const auto& counters = job_.placement.comm->counters();
+    const auto before = counters.collectives();
     const auto number = position_.epoch + 1;
     const auto already = position_.images;
     StepReport last{};
@@ -96,7 +97,7 @@ class Run {
     if (position_.images > 0) return;  // interrupted
 
     const double rate = static_cast<double>(last.images - already) / seconds_since(begin);
-    const auto collectives = job_.world().counters().collectives() - counters.collectives();
+    const auto collectives = counters.collectives() - before;
     const auto scores = trainer_.test();
     job_.console.line(
         format("epoch %3ld/%ld  loss %.4f  lr %.4f  test mIoU %.4f  Dice %.4f  %5.1f images/s  %s",
@@ -155,8 +156,7 @@ class Run {
       if (recipe_.epochs > 0)
         syncnorm::save_state_dict(*trainer_.net(), job_.options.output.folder + "/model.pt");
       const auto shown = spread(dataset_.test, 6);
-      write_predictions(job_.options.output.folder, dataset_, shown,
-                        predict(trainer_.net(), dataset_, shown, trainer_.device()));
+      write_predictions(job_.options.output.folder, dataset_, shown, trainer_.predict(shown));
     });
     draw(job_.options.output, SEGMENTATION_PLOTS, job_.console);
     return 0;
@@ -193,7 +193,7 @@ int train(Job& job) {
     saved = read_checkpoint_header(checkpoint_path(job.options));
     adopt(job.options, saved->recipe);
   });
-  const auto about = hardware(job.environment);
+  const auto about = hardware(job.environment, job.placement.device);
   job.console.line(about);
   const auto dataset = load_data(job);
   if (job.options.recipe.epochs == 0 && !saved) {

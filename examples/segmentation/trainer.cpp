@@ -1,7 +1,9 @@
 #include "trainer.h"
 
 #include <cmath>
+#include <optional>
 
+#include "common/autocast.h"
 #include "common/failure.h"
 #include "common/stop.h"
 #include "schedule.h"
@@ -45,7 +47,7 @@ UNet prepare_net(const Recipe& recipe, const Dataset& dataset,
     const auto count = static_cast<int64_t>(dataset.train.size());
     const auto taken = std::min(count, kCalibrationPictures);
     for (int64_t i = 0; i < taken; ++i) some.push_back(dataset.train[i * count / taken]);
-    net->calibrate(plain_batch(dataset, some).pictures.to(device));
+    net->calibrate(job::to_device(plain_batch(dataset, some).pictures, device));
   }
   net->train();
   return net;
@@ -53,31 +55,43 @@ UNet prepare_net(const Recipe& recipe, const Dataset& dataset,
 
 }  // namespace
 
-Trainer::Trainer(const Recipe& recipe, const Dataset& dataset,
-                 std::shared_ptr<syncnorm::Communicator> comm, torch::Device device)
+Trainer::Trainer(const Recipe& recipe, const Dataset& dataset, const job::Placement& placement)
     : recipe_(recipe),
       dataset_(dataset),
-      comm_(std::move(comm)),
-      device_(device),
+      comm_(placement.comm),
+      device_(placement.device),
       sampler_(static_cast<int64_t>(dataset.train.size()), recipe.batch_per_rank * comm_->size(),
                comm_->rank(), comm_->size(), /*shuffle=*/true, recipe.seed),
-      parallel_(prepare_net(recipe, dataset, comm_, device),
+      parallel_(prepare_net(recipe, dataset, comm_, device_),
                 syncnorm::DistributedDataParallelOptions().communicator(comm_)),
       optimizer_(make_optimizer(recipe, net())) {}
 
-double Trainer::step(const Batch& batch, int64_t global_size) {
+Trainer::Work Trainer::prepare(int64_t epoch, int64_t step) {
+  const auto share = sampler_.batch(step);
+  std::vector<int64_t> indices;
+  for (const auto i : share.indices) indices.push_back(dataset_.train[i]);
+  const auto batch = training_batch(dataset_, indices, recipe_, epoch);
+  return {{job::to_device(batch.pictures, device_), job::to_device(batch.labels, device_)},
+          share.global_size};
+}
+
+torch::Tensor Trainer::step(const Work& work) {
   namespace F = torch::nn::functional;
   optimizer_->zero_grad();
-  const auto scores = parallel_(batch.pictures.to(device_));
+  torch::Tensor scores;
+  {
+    const job::Autocast autocast(device_, recipe_.precision);
+    scores = parallel_(work.batch.pictures);
+  }
   const auto options =
       F::CrossEntropyFuncOptions().ignore_index(kIgnoredLabel).reduction(torch::kSum);
   const auto pixels = static_cast<double>(dataset_.height() * dataset_.width());
-  const auto loss = F::cross_entropy(scores, batch.labels.to(device_), options) / pixels;
+  const auto loss = F::cross_entropy(scores.to(torch::kFloat), work.batch.labels, options) / pixels;
   // Data parallelism averages over ranks, whose shards may differ in size: this makes it the mean
   // over the global batch.
-  (loss * (static_cast<double>(comm_->size()) / static_cast<double>(global_size))).backward();
+  (loss * (static_cast<double>(comm_->size()) / static_cast<double>(work.global_size))).backward();
   optimizer_->step();
-  return loss.item<double>();
+  return loss.detach();
 }
 
 void Trainer::train_epoch(Position& position, const std::function<void(const StepReport&)>& watch) {
@@ -94,22 +108,24 @@ void Trainer::train_epoch(Position& position, const std::function<void(const Ste
     position.loss *= static_cast<double>(kept) / static_cast<double>(position.images);
     position.images = kept;
   }
+  std::optional<Work> ready;  // for the step to come
   for (auto step_index = first_step; step_index < sampler_.steps() && !stopping_; ++step_index) {
-    const auto share = sampler_.batch(step_index);
-    std::vector<int64_t> indices;
-    for (const auto i : share.indices) indices.push_back(dataset_.train[i]);
+    const auto work = ready ? *ready : prepare(position.epoch, step_index);
     const auto middle =
-        static_cast<double>(position.images) + 0.5 * static_cast<double>(share.global_size);
+        static_cast<double>(position.images) + 0.5 * static_cast<double>(work.global_size);
     const double lr = learning_rate(
         recipe_, static_cast<double>(position.epoch) + middle / static_cast<double>(count));
     set_learning_rate(*optimizer_, lr);
 
-    const double loss =
-        step(training_batch(dataset_, indices, recipe_, position.epoch), share.global_size);
-    const auto totals = torch::tensor({loss, job::stop_requested() ? 1.0 : 0.0}, torch::kDouble);
+    const auto loss = step(work);
+    // Before waiting for the loss: a GPU computes meanwhile.
+    ready.reset();
+    if (step_index + 1 < sampler_.steps()) ready = prepare(position.epoch, step_index + 1);
+    const auto totals =
+        torch::tensor({loss.item<double>(), job::stop_requested() ? 1.0 : 0.0}, torch::kDouble);
     comm_->all_reduce(totals);
     position.loss += totals[0].item<double>();
-    position.images += share.global_size;
+    position.images += work.global_size;
     if (!std::isfinite(position.loss)) {
       throw job::Failure("the loss is no longer a number in epoch " +
                          std::to_string(position.epoch + 1) + ": lower --lr or lengthen --warmup");
@@ -130,7 +146,13 @@ void Trainer::share_buffers() {
 
 Scores Trainer::test() {
   share_buffers();
+  const job::Autocast autocast(device_, recipe_.precision);
   return evaluate(net(), dataset_, dataset_.test, device_, *comm_);
+}
+
+torch::Tensor Trainer::predict(const std::vector<int64_t>& indices) {
+  const job::Autocast autocast(device_, recipe_.precision);
+  return segmentation::predict(net(), dataset_, indices, device_);
 }
 
 }  // namespace segmentation

@@ -7,8 +7,8 @@
 
 #include "augment.h"
 #include "checkpoint.h"
+#include "common/device.h"
 #include "evaluate.h"
-#include "syncnorm/communicator.h"
 #include "syncnorm/data_parallel.h"
 #include "syncnorm/sampler.h"
 #include "unet.h"
@@ -26,8 +26,7 @@ struct StepReport {
 /// The same dataset on all ranks.
 class Trainer {
  public:
-  Trainer(const Recipe& recipe, const Dataset& dataset,
-          std::shared_ptr<syncnorm::Communicator> comm, torch::Device device);
+  Trainer(const Recipe& recipe, const Dataset& dataset, const job::Placement& placement);
 
   /// Goes on from `position` to the end of its epoch (position is then the start of the next),
   /// calling `watch` after each step, or to the step before which some rank was asked to stop.
@@ -40,17 +39,27 @@ class Trainer {
   /// Scores over the held-out pictures. Collective.
   Scores test();
 
+  /// Classes of the pictures `indices`, as segmentation::predict gives them, in the recipe's
+  /// precision.
+  torch::Tensor predict(const std::vector<int64_t>& indices);
+
   /// Where all ranks have come to the same state, e.g. before rank 0 saves. Running statistics of
   /// --norm batch differ from rank to rank; rank 0's are taken, as is the custom. Collective.
   void share_buffers();
 
   UNet& net() { return parallel_.module(); }
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
-  torch::Device device() const { return device_; }
 
  private:
-  /// Returns the summed loss of this rank's pictures.
-  double step(const Batch& batch, int64_t global_size);
+  /// What a step is about: this rank's pictures, on the device, and how many all ranks have.
+  struct Work {
+    Batch batch;
+    int64_t global_size;
+  };
+  Work prepare(int64_t epoch, int64_t step);
+
+  /// Returns the summed loss of this rank's pictures, which a GPU may still be computing.
+  torch::Tensor step(const Work& work);
 
   const Recipe& recipe_;
   const Dataset& dataset_;

@@ -25,8 +25,14 @@ void update_on_arrival(const BatchNormArguments& arguments,
               arguments.name, ": running_mean and running_var must be contiguous on a GPU");
   arriving.running_mean = arguments.running_mean;
   arriving.running_var = arguments.running_var;
-  arriving.momentum = arguments.momentum.value_or(-1);
-  arriving.batches = num_batches_tracked;
+  // A module that was cast as a whole counts in another dtype, which the kernels do not write.
+  const bool counts = num_batches_tracked.defined() &&
+                      num_batches_tracked.scalar_type() == torch::kLong &&
+                      num_batches_tracked.device() == arguments.running_mean.device();
+  if (counts) arriving.batches = num_batches_tracked;
+  arriving.momentum = arguments.momentum.value_or(
+      counts ? -1 : 1.0 / static_cast<double>(batches_of(num_batches_tracked) + 1));
+  if (num_batches_tracked.defined() && !counts) num_batches_tracked.add_(1);
 }
 
 }  // namespace

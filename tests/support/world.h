@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/kernels.h"
 #include "syncnorm/communicator.h"
 #include "syncnorm/mpi.h"
 
@@ -16,6 +17,10 @@ namespace syncnorm::testing {
 inline std::shared_ptr<Communicator> new_world() { return mpi_communicator(MPI_COMM_WORLD); }
 
 inline std::vector<int64_t> ones(int count) { return std::vector<int64_t>(count, 1); }
+
+/// False where norms queue their work and do not look at what comes back, as on a GPU: then there is
+/// no second exchange where digits were lost, and backward communicates whoever wants a gradient.
+inline bool host_waits() { return kernels::kernels_for(torch::kCPU).deferred() == nullptr; }
 
 /// True where `tensor` is the same on all ranks, bit for bit.
 inline bool bit_equal_across(Communicator& comm, const torch::Tensor& tensor) {

@@ -66,7 +66,7 @@ struct DeviceLayout {
     if (!adds) return;
     at::Tensor sorted;
     std::tie(sorted, cells_by_slot) =
-        slot_of_cell.sort(/*stable=*/std::optional<bool>(true), /*dim=*/0);
+        at::sort(slot_of_cell, /*stable=*/std::optional<bool>(true), /*dim=*/0);
     slot_begin = at::searchsorted(sorted, at::arange(norm.slots + 1, sorted.options()));
     layout.cells_by_slot = cells_by_slot.const_data_ptr<int64_t>();
     layout.slot_begin = slot_begin.const_data_ptr<int64_t>();
