@@ -37,10 +37,11 @@ enum Input : size_t { kX, kWeight, kBias, kResidual, kInputs };
 enum Saved : size_t { kSavedX, kSavedWeight, kSavedBias, kStatistics, kOutput, kSavedTensors };
 
 /// Fresh memory for the sums of one part; where the host does not wait for them also the gradients
-/// of bias and weight, and what the exchange came to.
+/// of bias and weight, and how to tell what the exchange came to.
 struct PartSums {
   at::Tensor of_slots, of_affine, dbias, dweight;
   kernels::Outcome outcome;
+  std::string exchange;  ///< empty where there was none
 };
 
 /// What backward knows of one part.
@@ -162,7 +163,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       norms.push_back(part.norm());
       gradients.push_back(norms.back().input.match(part.dy));
     }
-    const auto sums = local_sums(ctx, norms, gradients, call);
+    auto sums = local_sums(ctx, norms, gradients, call);
     variable_list result;
     for (size_t p = 0; p < parts.size(); ++p) {
       const auto& of = parts[p];
@@ -177,6 +178,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (of.dsum.defined()) outputs.extra = norms[p].input.match(of.dsum);
       if (needs_x || writes_residual) {
         if (call.deferred) {
+          open_verdict(sums[p], call, of.x.device());
           kernels.deferred()->backward_apply(norms[p], gradients[p], sums[p].of_slots,
                                              of.part.count, outputs, sums[p].outcome);
         } else {
@@ -213,61 +215,74 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       words += c10::multiply_integers(norm.layout.affine_shape());
       sums_affine = true;
     }
-    const bool travels = call.reduce_backward || sums_affine;
     const auto details = Signature()
                              .add("pass", sums_affine ? "backward with weight" : "backward")
                              .add("words", words)
                              .text();
-    const auto device = gradients.front().device();
-    StatisticsBuffer buffer(call.comm, words, device);
+    StatisticsBuffer buffer(call.comm, words, gradients.front().device());
     if (call.deferred) Verdicts::raise_found(call.comm);
     const double tag = call.deferred ? buffer.begin(details) : 0;
     std::vector<PartSums> sums;
     int64_t at = 0;
-    const auto take = [&](at::IntArrayRef shape) {
-      const int64_t start = at;
-      at += c10::multiply_integers(shape);
-      return buffer.words(start, shape);
-    };
     for (size_t p = 0; p < norms.size(); ++p) {
-      const auto& layout = norms[p].layout;
-      const bool wants_affine = needs(ctx, p, kWeight) || needs(ctx, p, kBias);
-      PartSums part;
-      part.of_slots = take({layout.sums(), layout.slots});
-      if (layout.sum_affine_gradients) {
-        part.of_affine = take(layout.affine_shape());
-      } else if (wants_affine && !call.deferred) {
-        part.of_affine = at::empty(layout.affine_shape(), part.of_slots.options());
-      } else {
-        if (needs(ctx, p, kWeight)) part.dweight = empty_like(norms[p].weight);
-        if (needs(ctx, p, kBias)) part.dbias = empty_like(norms[p].bias);
-      }
-      const auto& kernels = kernels::kernels_for(device);
-      if (call.deferred) {
-        kernels::Front front;
-        if (p == 0) front = {buffer.front(StatisticsBuffer::kTagWords), {tag, tag * tag}, {}};
-        kernels.deferred()->backward_sums(norms[p], gradients[p], part.of_slots, part.of_affine,
-                                          part.dbias, part.dweight, front);
-      } else {
-        kernels.backward_sums(norms[p], gradients[p], part.of_slots, part.of_affine);
-      }
-      sums.push_back(part);
+      sums.push_back(memory_for_sums(ctx, p, norms[p], call, buffer, &at));
+      sum_locally(norms[p], gradients[p], sums[p], call, buffer, p == 0, tag);
     }
-    if (!travels) return sums;
+    if (!call.reduce_backward && !sums_affine) return sums;
     if (!call.deferred) {
       buffer.exchange(details);
       return sums;
     }
     buffer.travel();
-    const bool kept = kernels::kernels_for(device).deferred()->capturing(device);
     for (auto& part : sums) {
+      part.exchange = buffer.describe();
       part.outcome.tags = buffer.front(StatisticsBuffer::kTagWords);
       part.outcome.tag = tag;
       part.outcome.ranks = call.comm->size();
-      part.outcome.verdict =
-          Verdicts::open(call.comm, buffer.describe(), call.module, device, kept);
     }
     return sums;
+  }
+
+  /// Where the sums of part p go; those that travel from word *at of the buffer.
+  static PartSums memory_for_sums(AutogradContext* ctx, size_t p, const kernels::Norm& norm,
+                                  const NormCall& call, const StatisticsBuffer& buffer,
+                                  int64_t* at) {
+    const auto& layout = norm.layout;
+    const auto take = [&](at::IntArrayRef shape) {
+      const int64_t start = *at;
+      *at += c10::multiply_integers(shape);
+      return buffer.words(start, shape);
+    };
+    const bool needs_weight = needs(ctx, p, kWeight), needs_bias = needs(ctx, p, kBias);
+    PartSums part;
+    part.of_slots = take({layout.sums(), layout.slots});
+    if (layout.sum_affine_gradients) {
+      part.of_affine = take(layout.affine_shape());
+    } else if (call.deferred) {
+      if (needs_weight) part.dweight = empty_like(norm.weight);
+      if (needs_bias) part.dbias = empty_like(norm.bias);
+    } else if (needs_weight || needs_bias) {
+      part.of_affine = at::empty(layout.affine_shape(), part.of_slots.options());
+    }
+    return part;
+  }
+
+  static void sum_locally(const kernels::Norm& norm, const at::Tensor& dy, const PartSums& part,
+                          const NormCall& call, const StatisticsBuffer& buffer, bool first,
+                          double tag) {
+    const auto& kernels = kernels::kernels_for(dy.device());
+    if (!call.deferred) return kernels.backward_sums(norm, dy, part.of_slots, part.of_affine);
+    kernels::Front front;
+    if (first) front = {buffer.front(StatisticsBuffer::kTagWords), {tag, tag * tag}, {}};
+    kernels.deferred()->backward_sums(norm, dy, part.of_slots, part.of_affine, part.dbias,
+                                      part.dweight, front);
+  }
+
+  /// Just before the kernel that writes it: a word that none writes would be waited for.
+  static void open_verdict(PartSums& part, const NormCall& call, c10::Device device) {
+    if (part.exchange.empty()) return;
+    const bool kept = kernels::kernels_for(device).deferred()->capturing(device);
+    part.outcome.verdict = Verdicts::open(call.comm, part.exchange, call.module, device, kept);
   }
 
   static at::Tensor empty_like(const at::Tensor& parameter) {

@@ -45,6 +45,14 @@ TEST(Deferred, AStepIsFourKernelsAndTwoCollectives) {
   EXPECT_EQ(norm->num_batches_tracked.item<int64_t>(), 2);  // one batch was empty on every rank
 }
 
+TEST(Deferred, WhereNoInputNeedsAGradientNothingIsWaitedFor) {
+  const auto comm = new_world();
+  auto norm = batch_norm(3, comm);
+  norm(torch::randn({4, 3})).sum().backward();
+  EXPECT_TRUE(norm->bias.grad().defined());
+  check_device_results(comm);
+}
+
 TEST(Deferred, OneValueInAllIsToldLater) {
   const auto comm = new_world();
   auto norm = batch_norm(4, comm);
