@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <limits>
+
 #include "autograd/differentiable.h"
 #include "autograd/verdicts.h"
 #include "comm/signature.h"
@@ -87,8 +89,15 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                                at::Tensor()};
       const auto y = part.input->empty_like();
       const auto& kernels = kernels::kernels_for(y.device());
-      part.arriving == nullptr ? kernels.apply(norm, y)
-                               : kernels.deferred()->finish_and_apply(norm, *part.arriving, y);
+      if (part.arriving == nullptr) {
+        kernels.apply(norm, y);
+      } else {  // the verdict is opened just before the kernel that writes it
+        const auto& deferred = *kernels.deferred();
+        part.arriving->outcome.verdict =
+            Verdicts::open(call->comm, part.arriving->exchange, call->module, y.device(),
+                           deferred.capturing(y.device()));
+        deferred.finish_and_apply(norm, *part.arriving, y);
+      }
       outputs.push_back(y);
       if (before) outputs.push_back(part.sum);
       const bool keeps_output = part.relu && residual.defined();
@@ -176,15 +185,15 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (needs_x) outputs.dx = norms[p].input.empty_like();
       if (writes_residual) outputs.dresidual = norms[p].input.empty_like();
       if (of.dsum.defined()) outputs.extra = norms[p].input.match(of.dsum);
-      if (needs_x || writes_residual) {
-        if (call.deferred) {
-          open_verdict(sums[p], call, of.x.device());
-          kernels.deferred()->backward_apply(norms[p], gradients[p], sums[p].of_slots,
-                                             of.part.count, outputs, sums[p].outcome);
-        } else {
-          kernels.backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count, outputs);
-        }
+      const bool writes = needs_x || writes_residual;
+      if (call.deferred && (writes || !sums[p].exchange.empty())) {  // if only for the verdict
+        open_verdict(sums[p], call, of.x.device());
+        kernels.deferred()->backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count,
+                                           outputs, sums[p].outcome);
+      } else if (writes) {
+        kernels.backward_apply(norms[p], gradients[p], sums[p].of_slots, of.part.count, outputs);
       }
+      if (call.deferred && of.part.layout.sum_affine_gradients) spoil_unless_agreed(sums[p]);
       const auto affine = [&](Input input, const at::Tensor& parameter, int64_t row) {
         if (!needs(ctx, p, input)) return at::Tensor();
         const auto& written = row == 0 ? sums[p].dbias : sums[p].dweight;
@@ -276,6 +285,14 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     if (first) front = {buffer.front(StatisticsBuffer::kTagWords), {tag, tag * tag}, {}};
     kernels.deferred()->backward_sums(norm, dy, part.of_slots, part.of_affine, part.dbias,
                                       part.dweight, front);
+  }
+
+  /// NaN instead of sums over ranks that meant different things.
+  static void spoil_unless_agreed(const PartSums& part) {
+    const auto& outcome = part.outcome;
+    const double sum = outcome.ranks * outcome.tag;
+    const auto differ = outcome.tags[0].ne(sum).logical_or(outcome.tags[1].ne(sum * outcome.tag));
+    part.of_affine.masked_fill_(differ, std::numeric_limits<double>::quiet_NaN());
   }
 
   /// Just before the kernel that writes it: a word that none writes would be waited for.

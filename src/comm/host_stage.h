@@ -44,7 +44,7 @@ class HostStage {
     if (!tensor.is_cuda()) return tensor.to(at::kCPU, dtype).contiguous();
     const auto options = at::TensorOptions().dtype(dtype).pinned_memory(true);
     const auto host = at::empty(tensor.sizes(), options);
-    host.copy_(tensor, /*non_blocking=*/true);
+    host.copy_(tensor.to(dtype), /*non_blocking=*/true);  // converted on the device
     wait_for_stream(tensor);
     return host;
   }

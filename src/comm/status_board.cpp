@@ -117,7 +117,9 @@ StatusBoard::Fate StatusBoard::fate(int rank, uint64_t uid, uint64_t sequence) c
   const Rank* entry = find(rank);
   if (entry == nullptr) return Fate::running;
   const Line* line = find_line(*entry, uid);
-  if (line != nullptr && line->failed_sequence == sequence + 1) return Fate::failed;
+  // A communicator that failed is given up: its rank comes to no later operation either.
+  const uint64_t failed = line == nullptr ? 0 : line->failed_sequence.load();
+  if (failed != 0 && failed <= sequence + 1) return Fate::failed;
   if (entry->phase == static_cast<int>(Phase::running)) return Fate::running;
   return line == nullptr || line->next_sequence <= sequence ? Fate::ended : Fate::running;
 }

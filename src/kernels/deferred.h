@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <string>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -39,6 +40,7 @@ struct Arriving {
   double momentum = 0;                   ///< negative: the cumulative average
   at::Tensor batches;                    ///< int64 [], one more; or undefined
   Outcome outcome;
+  std::string exchange;  ///< that brought them, for messages
 };
 
 class DeferredKernels {

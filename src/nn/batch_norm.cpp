@@ -21,8 +21,6 @@ void update_on_arrival(const BatchNormArguments& arguments,
                        const torch::Tensor& num_batches_tracked, kernels::Arriving& arriving) {
   arriving.outcome.refuses_single_value = true;
   if (!arguments.update_running) return;
-  TORCH_CHECK(arguments.running_mean.is_contiguous() && arguments.running_var.is_contiguous(),
-              arguments.name, ": running_mean and running_var must be contiguous on a GPU");
   arriving.running_mean = arguments.running_mean;
   arriving.running_var = arguments.running_var;
   // A module that was cast as a whole counts in another dtype, which the kernels do not write.
@@ -85,6 +83,10 @@ PreparedNorm prepare_batch_norm(const torch::Tensor& input, const BatchNormArgum
   // ranks.
   norm.tensors.running_mean = arguments.running_mean;
   norm.tensors.keeps_variance = arguments.update_running;
+  TORCH_CHECK_VALUE(
+      !arguments.update_running || kernels::kernels_for(input.device()).deferred() == nullptr ||
+          (arguments.running_mean.is_contiguous() && arguments.running_var.is_contiguous()),
+      arguments.name, ": running_mean and running_var must be contiguous on a GPU");
   norm.received = [arguments, num_batches_tracked, shape = input.sizes().vec(),
                    rank = norm.comm->rank()](const Moments& moments) {
     if (moments.arriving != nullptr)

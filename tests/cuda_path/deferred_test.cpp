@@ -2,11 +2,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 
 #include "support/world.h"
-#include "syncnorm/norm_group.h"
+#include "syncnorm/group_norm.h"
 #include "syncnorm/sync_batch_norm.h"
 #include "syncnorm/tensor_parallel_norm.h"
 
@@ -142,6 +143,46 @@ TEST(Deferred, ShardsThatDoNotFitAreTold) {
       TensorParallelRMSNormOptions(8 * comm->size()).communicator(comm).name("rms"));
   EXPECT_FALSE(norm(torch::randn({5, 8})).isnan().any().item<bool>());
   check_device_results(comm);
+}
+
+TEST(Deferred, WeightsThatRanksSumAreCheckedWhereNothingElseIsWritten) {
+  const auto comm = new_world();
+  if (comm->size() == 1) GTEST_SKIP() << "needs two ranks";
+  const auto norm = [&](const char* name) {
+    return ParallelGroupNorm(
+        ParallelGroupNormOptions(2, 4).split(Split::space).communicator(comm).name(name));
+  };
+  auto first = norm("first"), second = norm("second");
+  const auto a = first(torch::randn({2, 4, 5})), b = second(torch::randn({2, 4, 5}));
+  (comm->rank() == 0 ? a : b).sum().backward();
+  const auto& weight = comm->rank() == 0 ? first->weight : second->weight;
+  EXPECT_TRUE(weight.grad().isnan().all().item<bool>());
+  EXPECT_THROW(check_device_results(comm), CommunicationError);
+}
+
+TEST(Deferred, BadArgumentsLeaveNothingToWaitFor) {
+  const auto comm = new_world();
+  const auto mean = torch::zeros({3, 2}).select(1, 0), variance = torch::ones({3});
+  const auto options = functional::SyncBatchNormFuncOptions().training(true).communicator(comm);
+  EXPECT_THROW(functional::sync_batch_norm(torch::randn({4, 3}), mean, variance, options),
+               c10::Error);
+  EXPECT_EQ(comm->counters().collectives(), 0);
+  check_device_results(comm);
+}
+
+TEST(Deferred, ARankThatGaveUpIsNotWaitedFor) {
+  const auto comm = new_world();
+  if (comm->size() == 1) GTEST_SKIP() << "needs two ranks";
+  SyncBatchNorm norm(
+      SyncBatchNormOptions(3).eps(comm->rank() == 0 ? 1e-5 : 1e-3).communicator(comm).name("bn"));
+  norm(torch::randn({4, 3}));
+  const auto start = std::chrono::steady_clock::now();
+  if (comm->rank() == 0) {
+    EXPECT_THROW(check_device_results(comm), CommunicationError);
+  } else {
+    EXPECT_THROW(comm->barrier(), CommunicationError);
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));  // of 600
 }
 
 TEST(Deferred, BackwardThatDisagreesGivesNaN) {

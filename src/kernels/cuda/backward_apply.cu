@@ -56,6 +56,11 @@ __device__ inline bool check(const BackwardApply& call) {
   return verdict == kFine;
 }
 
+/// Only the verdict was asked for.
+__device__ inline bool writes_nothing(const BackwardApply& call) {
+  return call.dx == nullptr && call.dresidual == nullptr;
+}
+
 template <typename A>
 struct GradientShared {
   Gradient<A> of[kMostRows];
@@ -68,6 +73,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, V>)
   using A = compute_t<T>;
   auto& shared = shared_memory<GradientShared<A>>();
   const bool fine = check(call);
+  if (writes_nothing(call)) return;
   const int64_t inner = call.of.layout.inner;
   for (int64_t item = this_block(); item < plan.items; item += all_blocks()) {
     const RunItem at(plan, item);
@@ -101,6 +107,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
   constexpr int K = kTilePairs<V, recomputes>;
   auto& shared = shared_memory<GradientShared<A>>();
   const bool fine = check(call);
+  if (writes_nothing(call)) return;
   for (int64_t item = this_block(); item < tiles.items(); item += all_blocks()) {
     const TilePlace<V> place(tiles, item);
     const int64_t cell = place.across * tiles.tile + this_thread();
@@ -131,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks<T, V>)
   using A = compute_t<T>;
   auto& shared = shared_memory<GradientShared<A>>();
   const bool fine = check(call);
+  if (writes_nothing(call)) return;
   const auto& layout = call.of.layout;
   const int64_t each = tiles.items();
   for (int64_t item = this_block(); item < each * layout.affine_rows; item += all_blocks()) {
