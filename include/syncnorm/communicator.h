@@ -37,7 +37,8 @@ struct Counters {
 /// seconds (default 600) for the others to arrive raises CommunicationError, c10d groups keep their
 /// own time-out. Tensors may live on any device; a backend that cannot reach the device stages
 /// through the host. Reductions take double, float, half, bfloat16 (both summed in float and
-/// rounded once) and integers of 8 to 64 bits; gathers and broadcasts take any dtype.
+/// rounded once; over NCCL in their own dtype) and integers of 8 to 64 bits; gathers and broadcasts
+/// take any dtype.
 ///
 /// Thread safety: one thread at a time for each communicator. Different communicators may be used
 /// from different threads at the same time: every backend works on a duplicate of its own.
