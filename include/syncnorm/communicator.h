@@ -154,7 +154,7 @@ class ModuleScope {
 /// forward or backward returns before its collective has run: where the ranks disagree, or a
 /// channel has one value in all, its outputs are NaN and the error is raised by a later norm on
 /// `comm`, or here. Call it where results leave the loop, at the end of an epoch say. Not
-/// collective.
+/// collective. Replays of a CUDA graph are not waited for: synchronise the device first.
 void check_device_results(const std::shared_ptr<Communicator>& comm);
 
 /// The group of this process alone. Collectives return at once but are counted, so that counts can
