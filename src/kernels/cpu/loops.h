@@ -59,8 +59,8 @@ template <typename T>
 struct Loops {
   using A = compute_t<T>;
 
-  /// sum(x - center), sum((x - center)^2) of one run. The sums are taken about a value near the
-  /// run's own mean and moved to `center` in double.
+  /// sum(x - center), sum((x - center)^2) of one run. They are taken about `center` or, where a
+  /// block lies far off it, about the block's own mean, and moved in double.
   Sums (*moments)(const T* x, int64_t n, double center);
   /// 0, sum(x^2).
   Sums (*squares)(const T* x, int64_t n);
