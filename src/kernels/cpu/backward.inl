@@ -1,16 +1,21 @@
 // Sums of the gradient, and the gradient of the input. Included by loops.inl inside its namespace.
 
-/// The gradient of element i that passes the gate.
+/// The gradient of element i that passes the gate; asks for what is read at i, x included.
 template <Gate gate, typename T, typename K, typename Extent>
 INLINE Vec<compute_t<T>> gated(const T* x, const T* dy, const T* output, const K& k, int64_t i,
-                               Extent extent) {
+                               Extent extent, Ahead ahead) {
   using A = compute_t<T>;
+  ahead.read(x + i);
+  ahead.read(dy + i);
   auto g = load(dy + i, extent);
   if constexpr (gate == Gate::recompute)
     stdx::where(affine(load(x + i, extent), k.center.at(i, extent), k.scale.at(i, extent),
                        k.offset.at(i, extent)) <= A(0),
                 g) = A(0);
-  if constexpr (gate == Gate::output) stdx::where(load(output + i, extent) <= A(0), g) = A(0);
+  if constexpr (gate == Gate::output) {
+    ahead.read(output + i);
+    stdx::where(load(output + i, extent) <= A(0), g) = A(0);
+  }
   return g;
 }
 
@@ -31,20 +36,20 @@ INLINE auto with_gate(Gate gate, Body&& body) {
 
 template <typename T>
 Sums backward_sums(const T* x, const T* dy, const T* output, int64_t n,
-                   const Coefficients<compute_t<T>>& coefficients, Gate gate) {
+                   const Coefficients<compute_t<T>>& coefficients, Gate gate, bool far) {
   using A = compute_t<T>;
   const auto k = same(coefficients);
   return with_gate(gate, [&](auto tag) {
     Sums sums;
     for (int64_t start = 0; start < n; start += kBlock) {
-      const auto block = sum_vectors<A>(
-          std::min(n - start, kBlock), [&](int64_t at, auto extent, auto& first, auto& second) {
-            const int64_t i = start + at;
-            const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent);
-            first += g;
-            second +=
-                g * affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
-          });
+      const auto block = sum_vectors<A>(std::min(n - start, kBlock), [&](int64_t at, auto extent,
+                                                                         auto& first,
+                                                                         auto& second) INLINED {
+        const int64_t i = start + at;
+        const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent, {far});
+        first += g;
+        second += g * affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
+      });
       sums.first += block.first;
       sums.second += block.second;
     }
@@ -55,24 +60,24 @@ Sums backward_sums(const T* x, const T* dy, const T* output, int64_t n,
 template <typename T>
 void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                         const Coefficients<const compute_t<T>*>& coefficients, Gate gate,
-                        double* first, double* second, compute_t<T>* scratch) {
+                        double* first, double* second, compute_t<T>* scratch, bool far) {
   const auto k = each(coefficients);
+  auto* const other = scratch + padded<compute_t<T>>(slots);
   with_gate(gate, [&](auto tag) {
     for (int64_t start = 0; start < rows; start += kChunkRows) {
-      sum_rows(std::min(rows - start, kChunkRows), slots, scratch, scratch + slots,
-               [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
+      sum_rows(std::min(rows - start, kChunkRows), slots, scratch, other,
+               [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) INLINED {
                  const int64_t row = (start + r) * slots;
-                 prefetch(x + row + i + kRowsTogether * slots);
-                 prefetch(dy + row + i + kRowsTogether * slots);
                  const auto* out = output == nullptr ? nullptr : output + row;
-                 const auto g = gated<decltype(tag)::value>(x + row, dy + row, out, k, i, extent);
+                 const auto g =
+                     gated<decltype(tag)::value>(x + row, dy + row, out, k, i, extent, {far});
                  a += g;
                  b += g * affine(load(x + row + i, extent), k.center.at(i, extent),
                                  k.rstd.at(i, extent), k.shift.at(i, extent));
                });
       for (int64_t s = 0; s < slots; ++s) {
         first[s] += double(scratch[s]);
-        second[s] += double(scratch[slots + s]);
+        second[s] += double(other[s]);
       }
     }
   });
@@ -82,7 +87,7 @@ void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, 
 template <int Together, bool weighted, bool columns, typename T>
 INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
                         const Coefficients<compute_t<T>>* coefficients, const compute_t<T>* weight,
-                        compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums) {
+                        compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums, Ahead ahead) {
   using A = compute_t<T>;
   Vec<A> first[Together], second[Together], center[Together], rstd[Together], shift[Together];
   for (int r = 0; r < Together; ++r) {
@@ -91,7 +96,7 @@ INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
     rstd[r] = Vec<A>(coefficients[r].rstd);
     shift[r] = Vec<A>(coefficients[r].shift);
   }
-  for_vectors<A>(n, [&](int64_t i, auto extent) {
+  for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
     Vec<A> w(A(1)), dw(A(0)), db(A(0));
     if constexpr (weighted) w = load(weight + i, extent);
     if constexpr (columns) {
@@ -99,6 +104,8 @@ INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
       db = load(dbias + i, extent);
     }
     for (int r = 0; r < Together; ++r) {
+      ahead.read(x + r * stride + i);
+      ahead.read(dy + r * stride + i);
       auto g = load(dy + r * stride + i, extent);
       const auto xhat = affine(load(x + r * stride + i, extent), center[r], rstd[r], shift[r]);
       if constexpr (columns) {
@@ -123,13 +130,13 @@ INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
 template <typename T>
 void backward_sums_columns(const T* x, const T* dy, int64_t rows, int64_t n, int64_t stride,
                            const Coefficients<compute_t<T>>* k, const compute_t<T>* weight,
-                           compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums) {
+                           compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums, bool far) {
   const auto run = [&](auto together, int64_t row, int64_t at, int64_t count) {
     const auto sum = [&](auto weighted, auto columns) {
       sum_columns<decltype(together)::value, decltype(weighted)::value, decltype(columns)::value>(
           x + row * stride + at, dy + row * stride + at, stride, count, k + row,
           weight == nullptr ? nullptr : weight + at, dweight == nullptr ? nullptr : dweight + at,
-          dbias == nullptr ? nullptr : dbias + at, sums + row);
+          dbias == nullptr ? nullptr : dbias + at, sums + row, {far});
     };
     if (weight != nullptr) {
       dweight != nullptr ? sum(std::true_type(), std::true_type())
@@ -151,19 +158,25 @@ void backward_sums_columns(const T* x, const T* dy, int64_t rows, int64_t n, int
 
 template <typename T, typename K>
 INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int64_t rows,
-                                   int64_t n, const K& k, Gate gate, T* dx, T* dresidual) {
+                                   int64_t n, const K& k, Gate gate, T* dx, T* dresidual,
+                                   Ahead ahead) {
   using A = compute_t<T>;
   const auto map = [&](auto tag, auto input, auto residual) {
-    for_rows(rows, n, [&](int64_t row, auto together) {
-      for_vectors<A>(n, [&](int64_t i, auto extent) {
+    for_rows(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
+      for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
         const auto center = k.center.at(i, extent), rstd = k.rstd.at(i, extent),
                    a = k.a.at(i, extent), b = k.b.at(i, extent), c = k.c.at(i, extent);
         for (int r = 0; r < together; ++r) {
           const int64_t start = (row + r) * n;
           const auto* out = output == nullptr ? nullptr : output + start;
-          const auto g = gated<decltype(tag)::value>(x + start, dy + start, out, k, i, extent);
-          if constexpr (decltype(residual)::value) store(g, dresidual + start + i, extent);
+          const auto g =
+              gated<decltype(tag)::value>(x + start, dy + start, out, k, i, extent, ahead);
+          if constexpr (decltype(residual)::value) {
+            ahead.write(dresidual + start + i);
+            store(g, dresidual + start + i, extent);
+          }
           if constexpr (decltype(input)::value) {
+            ahead.write(dx + start + i);
             const auto scaled = (load(x + start + i, extent) - center) * rstd;
             store(a * g + b * scaled + c, dx + start + i, extent);
           }
@@ -180,30 +193,37 @@ INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int
 
 template <typename T>
 void backward_apply(const T* x, const T* dy, const T* output, int64_t n,
-                    const Coefficients<compute_t<T>>& k, Gate gate, T* dx, T* dresidual) {
-  backward_apply_vectors(x, dy, output, 1, n, same(k), gate, dx, dresidual);
+                    const Coefficients<compute_t<T>>& k, Gate gate, T* dx, T* dresidual, bool far) {
+  backward_apply_vectors(x, dy, output, 1, n, same(k), gate, dx, dresidual, {far});
 }
 
 template <typename T>
 void backward_apply_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
-                         const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx,
-                         T* dresidual) {
-  backward_apply_vectors(x, dy, output, rows, slots, each(k), gate, dx, dresidual);
+                         const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx, T* dresidual,
+                         bool far) {
+  backward_apply_vectors(x, dy, output, rows, slots, each(k), gate, dx, dresidual, {far});
 }
 
 template <typename T>
 void backward_apply_columns(const T* x, const T* dy, int64_t n,
                             const Coefficients<compute_t<T>>& coefficients,
-                            const compute_t<T>* weight, const T* extra, T* dx) {
+                            const compute_t<T>* weight, const T* extra, T* dx, bool far) {
   using A = compute_t<T>;
+  const Ahead ahead{far};
   const auto k = same(coefficients);
   const auto map = [&](auto weighted, auto added) {
-    for_vectors<A>(n, [&](int64_t i, auto extent) {
+    for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+      ahead.read(x + i);
+      ahead.read(dy + i);
+      ahead.write(dx + i);
       auto g = load(dy + i, extent);
       if constexpr (decltype(weighted)::value) g *= load(weight + i, extent);
       const auto scaled = (load(x + i, extent) - k.center.vector) * k.rstd.vector;
       auto result = k.a.vector * g + k.b.vector * scaled + k.c.vector;
-      if constexpr (decltype(added)::value) result += load(extra + i, extent);
+      if constexpr (decltype(added)::value) {
+        ahead.read(extra + i);
+        result += load(extra + i, extent);
+      }
       store(result, dx + i, extent);
     });
   };

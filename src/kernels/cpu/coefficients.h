@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "kernels/cpu/loops.h"
+#include "kernels/cpu/lines.h"
 #include "kernels/kernels.h"
 
 namespace syncnorm::kernels {
@@ -53,14 +53,13 @@ template <typename A>
 class CellCoefficients {
  public:
   /// Those of the forward; a, b, c are zero.
-  explicit CellCoefficients(const Norm& norm)
-      : cells_(norm.layout.cells.cells), values_(kRows * cells_) {
+  explicit CellCoefficients(const Norm& norm) : values_(kRows, norm.layout.cells.cells) {
     fill(norm, [](int64_t, int64_t, double, double, double) {});
   }
 
   /// All, for the ranks' `sums` of the backward.
   CellCoefficients(const Norm& norm, const at::Tensor& sums, const SlotCount& count)
-      : cells_(norm.layout.cells.cells), values_(kRows * cells_) {
+      : values_(kRows, norm.layout.cells.cells) {
     const auto& layout = norm.layout;
     const auto* first = sums.const_data_ptr<double>();
     const auto* second = first + (layout.sums() - 1) * layout.slots;
@@ -76,10 +75,8 @@ class CellCoefficients {
   }
 
   loops::Coefficients<A> operator[](int64_t cell) const {
-    const A* value = values_.data() + cell;
-    return {value[kCenter * cells_], value[kRstd * cells_],   value[kShift * cells_],
-            value[kScale * cells_],  value[kOffset * cells_], value[kA * cells_],
-            value[kB * cells_],      value[kC * cells_]};
+    return {at(kCenter)[cell], at(kRstd)[cell], at(kShift)[cell], at(kScale)[cell],
+            at(kOffset)[cell], at(kA)[cell],    at(kB)[cell],     at(kC)[cell]};
   }
   loops::Coefficients<const A*> arrays() const {
     return {at(kCenter), at(kRstd), at(kShift), at(kScale), at(kOffset), at(kA), at(kB), at(kC)};
@@ -88,8 +85,8 @@ class CellCoefficients {
  private:
   enum Row : int64_t { kCenter, kRstd, kShift, kScale, kOffset, kA, kB, kC, kRows };
 
-  A* at(int64_t row) { return values_.data() + row * cells_; }
-  const A* at(int64_t row) const { return values_.data() + row * cells_; }
+  A* at(int64_t row) { return values_.row(row); }
+  const A* at(int64_t row) const { return values_.row(row); }
 
   template <typename More>
   void fill(const Norm& norm, More&& more) {
@@ -101,7 +98,7 @@ class CellCoefficients {
     const Values<A> biases(layout.by_column ? at::Tensor() : norm.bias);
     const A *weight = weights.data(), *bias = biases.data();
     int64_t row = 0;
-    for (int64_t cell = 0; cell < cells_;
+    for (int64_t cell = 0; cell < layout.cells.cells;
          ++cell, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
       const int64_t slot = slots == nullptr ? cell : slots[cell];
       const auto center = static_cast<A>(mean[slot]);
@@ -117,8 +114,7 @@ class CellCoefficients {
     }
   }
 
-  int64_t cells_;
-  std::vector<A> values_;
+  Lines<A> values_;
 };
 
 /// KernelSet::center, finish, update_running and affine_gradient.

@@ -14,17 +14,22 @@ INLINE V affine(V x, V center, V scale, V offset) {
 
 template <typename T, typename K>
 INLINE void apply_vectors(const T* x, const T* residual, int64_t rows, int64_t n, const K& k,
-                          bool relu, T* y) {
+                          bool relu, T* y, Ahead ahead) {
   using A = compute_t<T>;
   const auto map = [&](auto add, auto rectify) {
-    for_rows(rows, n, [&](int64_t row, auto together) {
-      for_vectors<A>(n, [&](int64_t i, auto extent) {
+    for_rows(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
+      for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
         const auto center = k.center.at(i, extent), scale = k.scale.at(i, extent),
                    offset = k.offset.at(i, extent);
         for (int r = 0; r < together; ++r) {
           const int64_t at = (row + r) * n + i;
+          ahead.read(x + at);
+          ahead.write(y + at);
           auto v = affine(load(x + at, extent), center, scale, offset);
-          if constexpr (decltype(add)::value) v += load(residual + at, extent);
+          if constexpr (decltype(add)::value) {
+            ahead.read(residual + at);
+            v += load(residual + at, extent);
+          }
           if constexpr (decltype(rectify)::value) v = rectified(v);
           store(v, y + at, extent);
         }
@@ -51,23 +56,26 @@ Coefficients<Each<A>> each(const Coefficients<const A*>& k) {
 
 template <typename T>
 void apply(const T* x, const T* residual, int64_t n, const Coefficients<compute_t<T>>& k, bool relu,
-           T* y) {
-  apply_vectors(x, residual, 1, n, same(k), relu, y);
+           T* y, bool far) {
+  apply_vectors(x, residual, 1, n, same(k), relu, y, {far});
 }
 
 template <typename T>
 void apply_rows(const T* x, const T* residual, int64_t rows, int64_t slots,
-                const Coefficients<const compute_t<T>*>& k, bool relu, T* y) {
-  apply_vectors(x, residual, rows, slots, each(k), relu, y);
+                const Coefficients<const compute_t<T>*>& k, bool relu, T* y, bool far) {
+  apply_vectors(x, residual, rows, slots, each(k), relu, y, {far});
 }
 
 template <typename T>
 void apply_columns(const T* x, int64_t n, const Coefficients<compute_t<T>>& coefficients,
-                   const compute_t<T>* weight, const compute_t<T>* bias, T* y) {
+                   const compute_t<T>* weight, const compute_t<T>* bias, T* y, bool far) {
   using A = compute_t<T>;
+  const Ahead ahead{far};
   const auto k = same(coefficients);
   const auto map = [&](auto weighted, auto biased) {
-    for_vectors<A>(n, [&](int64_t i, auto extent) {
+    for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+      ahead.read(x + i);
+      ahead.write(y + i);
       auto v = affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
       if constexpr (decltype(weighted)::value) v *= load(weight + i, extent);
       if constexpr (decltype(biased)::value) v += load(bias + i, extent);
@@ -80,8 +88,12 @@ void apply_columns(const T* x, int64_t n, const Coefficients<compute_t<T>>& coef
 }
 
 template <typename T>
-void add(const T* x, const T* residual, int64_t n, T* sum) {
-  for_vectors<compute_t<T>>(n, [&](int64_t i, auto extent) {
+void add(const T* x, const T* residual, int64_t n, T* sum, bool far) {
+  const Ahead ahead{far};
+  for_vectors<compute_t<T>>(n, [&](int64_t i, auto extent) INLINED {
+    ahead.read(x + i);
+    ahead.read(residual + i);
+    ahead.write(sum + i);
     store(load(x + i, extent) + load(residual + i, extent), sum + i, extent);
   });
 }

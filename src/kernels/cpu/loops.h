@@ -52,56 +52,73 @@ enum class Gate : uint8_t { open, recompute, output };
 /// Rows that are summed together, so that sums of columns are loaded and stored once for all.
 constexpr int kRowsTogether = 4;
 
+/// Bytes of a cache line. Arrays that loops read over and over begin on one: a vector that lies
+/// across two costs two loads.
+constexpr int64_t kLine = 64;
+
+/// Values of A to leave between rows of n, so that each begins on a line.
+template <typename A>
+constexpr int64_t padded(int64_t n) {
+  constexpr int64_t each = kLine / sizeof(A);
+  return (n + each - 1) / each * each;
+}
+
 /// Chunk of rows whose float sums are added to the double ones.
 constexpr int64_t kChunkRows = 64;
 
+/// Bytes of a tensor up to which the near caches serve the loops that go over it.
+constexpr int64_t kNearBytes = 2 << 20;
+
+/// `far`: the values belong to more than kNearBytes of them.
 template <typename T>
 struct Loops {
   using A = compute_t<T>;
 
   /// sum(x - center), sum((x - center)^2) of one run. They are taken about `center` or, where a
   /// block lies far off it, about the block's own mean, and moved in double.
-  Sums (*moments)(const T* x, int64_t n, double center);
+  Sums (*moments)(const T* x, int64_t n, double center, bool far);
   /// 0, sum(x^2).
-  Sums (*squares)(const T* x, int64_t n);
+  Sums (*squares)(const T* x, int64_t n, bool far);
   /// The same as `moments` for slots side by side: [rows, slots] added into first, second [slots].
-  /// `scratch`: [4, slots].
+  /// `scratch`: [4, padded(slots)].
   void (*moments_rows)(const T* x, int64_t rows, int64_t slots, const double* center, double* first,
-                       double* second, A* scratch);
+                       double* second, A* scratch, bool far);
 
   /// y = activation((x - center)*scale + offset + residual); residual may be null.
-  void (*apply)(const T* x, const T* residual, int64_t n, const Coefficients<A>& k, bool relu,
-                T* y);
+  void (*apply)(const T* x, const T* residual, int64_t n, const Coefficients<A>& k, bool relu, T* y,
+                bool far);
   void (*apply_rows)(const T* x, const T* residual, int64_t rows, int64_t slots,
-                     const Coefficients<const A*>& k, bool relu, T* y);
+                     const Coefficients<const A*>& k, bool relu, T* y, bool far);
   /// y = xhat*weight + bias by column; bias, or both, may be null.
   void (*apply_columns)(const T* x, int64_t n, const Coefficients<A>& k, const A* weight,
-                        const A* bias, T* y);
+                        const A* bias, T* y, bool far);
 
   /// sum(g), sum(g*xhat) of one run, g the gradient that passes `gate`; `output` for Gate::output.
   Sums (*backward_sums)(const T* x, const T* dy, const T* output, int64_t n,
-                        const Coefficients<A>& k, Gate gate);
-  /// The same for slots side by side, added into first, second [slots]; `scratch`: [2, slots].
+                        const Coefficients<A>& k, Gate gate, bool far);
+  /// The same for slots side by side, added into first, second [slots]; `scratch`: [2,
+  /// padded(slots)].
   void (*backward_sums_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                              const Coefficients<const A*>& k, Gate gate, double* first,
-                             double* second, A* scratch);
+                             double* second, A* scratch, bool far);
   /// Of `rows` <= kChunkRows runs of n that begin `stride` apart: sums[r] = sum(g), sum(g*xhat)
   /// with g = dy*weight; dweight[n] += dy*xhat, dbias[n] += dy where not null. k: one for each row.
   void (*backward_sums_columns)(const T* x, const T* dy, int64_t rows, int64_t n, int64_t stride,
                                 const Coefficients<A>* k, const A* weight, A* dweight, A* dbias,
-                                Sums* sums);
+                                Sums* sums, bool far);
 
   /// dx = a*g + b*((x - center)*rstd) + c; dresidual = g; either may be null.
   void (*backward_apply)(const T* x, const T* dy, const T* output, int64_t n,
-                         const Coefficients<A>& k, Gate gate, T* dx, T* dresidual);
+                         const Coefficients<A>& k, Gate gate, T* dx, T* dresidual, bool far);
   void (*backward_apply_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
-                              const Coefficients<const A*>& k, Gate gate, T* dx, T* dresidual);
+                              const Coefficients<const A*>& k, Gate gate, T* dx, T* dresidual,
+                              bool far);
   /// dx = a*dy*weight + b*((x - center)*rstd) + c + extra; weight and extra may be null.
   void (*backward_apply_columns)(const T* x, const T* dy, int64_t n, const Coefficients<A>& k,
-                                 const A* weight, const T* extra, T* dx);
+                                 const A* weight, const T* extra, T* dx, bool far);
 
   /// sum = x + residual, rounded to T.
-  void (*add)(const T* x, const T* residual, int64_t n, T* sum);
+  void (*add)(const T* x, const T* residual, int64_t n, T* sum, bool far);
 };
 
 struct Tables {

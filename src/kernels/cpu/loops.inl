@@ -13,6 +13,7 @@
 #include "kernels/cpu/loops.h"
 
 #define INLINE __attribute__((always_inline)) inline
+#define INLINED __attribute__((always_inline))  // for lambdas
 
 namespace syncnorm::kernels::loops::SYNCNORM_CAPABILITY {
 namespace {

@@ -63,16 +63,19 @@ constexpr double kReduce = 0x1p-100;
 
 /// sum(d), sum(d^2) of d = x - near, or of d magnified.
 template <bool magnified, typename T>
-INLINE Sums moments_about(const T* x, int64_t n, compute_t<T> near) {
+INLINE Sums moments_about(const T* x, int64_t n, compute_t<T> near, Ahead ahead) {
   using A = compute_t<T>;
   const Vec<A> about(near);
-  return sum_vectors<A>(n, [&](int64_t i, auto extent, auto& first, auto& second) {
-    auto d = load(x + i, extent) - about;
-    if constexpr (magnified) d *= A(kMagnify);
-    if constexpr (std::is_same_v<decltype(extent), Part>)
-      stdx::where(!first_lanes<A>(extent), d) = A(0);
-    first += d;
-    second += d * d;
+  return apart(ahead, [&](auto far) INLINED {
+    return sum_vectors<A>(n, [&](int64_t i, auto extent, auto& first, auto& second) INLINED {
+      Ahead{far}.read(x + i);
+      auto d = load(x + i, extent) - about;
+      if constexpr (magnified) d *= A(kMagnify);
+      if constexpr (std::is_same_v<decltype(extent), Part>)
+        stdx::where(!first_lanes<A>(extent), d) = A(0);
+      first += d;
+      second += d * d;
+    });
   });
 }
 
@@ -91,16 +94,16 @@ INLINE auto far_off(V sum, V squared, N n) {
 /// The sums of a block, moved to `center`. They are taken about `near`; a block that lies far off
 /// moves it to where its own mean is, also for those that follow.
 template <typename T>
-Sums moments_of_block(const T* x, int64_t n, compute_t<T>* near, double center) {
+Sums moments_of_block(const T* x, int64_t n, compute_t<T>* near, double center, Ahead ahead) {
   using A = compute_t<T>;
-  auto sums = moments_about<false>(x, n, *near);
+  auto sums = moments_about<false>(x, n, *near, ahead);
   if (far_off(sums.first, sums.second, double(n)) && !too_large<A>(sums.second)) {
     *near += A(sums.first / double(n));
-    sums = moments_about<false>(x, n, *near);
+    sums = moments_about<false>(x, n, *near, {false});
   }
   if (too_large<A>(sums.second)) return moments_in_double(x, n, 1, center);
   if (too_small<A>(sums.second, n)) {
-    sums = moments_about<true>(x, n, *near);
+    sums = moments_about<true>(x, n, *near, {false});
     sums.first *= kReduce;
     sums.second *= kReduce * kReduce;
   }
@@ -108,11 +111,11 @@ Sums moments_of_block(const T* x, int64_t n, compute_t<T>* near, double center) 
 }
 
 template <typename T>
-Sums moments(const T* x, int64_t n, double center) {
+Sums moments(const T* x, int64_t n, double center, bool far) {
   Sums sums;
   auto near = compute_t<T>(center);
   for (; n > 0; x += kBlock, n -= kBlock) {
-    const auto block = moments_of_block(x, std::min(n, kBlock), &near, center);
+    const auto block = moments_of_block(x, std::min(n, kBlock), &near, center, {far});
     sums.first += block.first;
     sums.second += block.second;
   }
@@ -120,18 +123,21 @@ Sums moments(const T* x, int64_t n, double center) {
 }
 
 template <typename T>
-Sums squares(const T* x, int64_t n) {
+Sums squares(const T* x, int64_t n, bool far) {
   using A = compute_t<T>;
   Sums sums;
   for (; n > 0; x += kBlock, n -= kBlock) {
     const int64_t m = std::min(n, kBlock);
-    const auto block = sum_vectors<A>(m, [&](int64_t i, auto extent, auto&, auto& second) {
-      const auto v = load(x + i, extent);
-      second += v * v;
+    const auto block = apart({far}, [&](auto ahead) INLINED {
+      return sum_vectors<A>(m, [&](int64_t i, auto extent, auto&, auto& second) INLINED {
+        Ahead{ahead}.read(x + i);
+        const auto v = load(x + i, extent);
+        second += v * v;
+      });
     });
     const auto outside = [&] {
       A about = 0;
-      return moments_of_block(x, m, &about, 0).second;
+      return moments_of_block(x, m, &about, 0, {false}).second;
     };
     sums.second +=
         too_large<A>(block.second) || too_small<A>(block.second, m) ? outside() : block.second;
@@ -139,16 +145,17 @@ Sums squares(const T* x, int64_t n) {
   return sums;
 }
 
-/// Rows that are read together are as many streams, more than the machine foresees by itself. The
-/// address may lie beyond the tensor: a hint never faults.
-INLINE void prefetch(const void* address) { __builtin_prefetch(address); }
+/// Rows that are summed together, so that sums of slots are loaded and stored once for all.
+constexpr int kRowsSummed = 8;
 
-/// Adds each slot's sums over `rows` rows to first, second [slots]:
+/// Adds each slot's sums over rows [row, row + Together) to first, second [slots]:
 /// term(row, i, extent, first, second).
 template <int Together, typename A, typename Term>
 INLINE void add_rows(int64_t slots, int64_t row, A* first, A* second, Term&& term) {
-  for_vectors<A>(slots, [&](int64_t i, auto extent) {
+  for_vectors<A>(slots, [&](int64_t i, auto extent) INLINED {
     auto sum = load(first + i, extent), other = load(second + i, extent);
+    // Unrolled further, the rows' addresses fill the registers.
+#pragma GCC unroll 2
     for (int r = 0; r < Together; ++r) term(row + r, i, extent, sum, other);
     store(sum, first + i, extent);
     store(other, second + i, extent);
@@ -160,8 +167,8 @@ INLINE void sum_rows(int64_t rows, int64_t slots, A* first, A* second, Term&& te
   std::fill_n(first, slots, A(0));
   std::fill_n(second, slots, A(0));
   int64_t row = 0;
-  for (; row + kRowsTogether <= rows; row += kRowsTogether)
-    add_rows<kRowsTogether>(slots, row, first, second, term);
+  for (; row + kRowsSummed <= rows; row += kRowsSummed)
+    add_rows<kRowsSummed>(slots, row, first, second, term);
   for (; row < rows; ++row) add_rows<1>(slots, row, first, second, term);
 }
 
@@ -174,12 +181,13 @@ void add_moments_out_of_range(const T* x, int64_t rows, int64_t slots, const dou
   using A = compute_t<T>;
   for (int64_t s = 0; s < slots; ++s)
     factor[s] = too_small<A>(double(squared[s]), rows) ? A(kMagnify) : A(1);
-  sum_rows(rows, slots, sum, squared, [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
-    const auto d =
-        (load(x + r * slots + i, extent) - load(near + i, extent)) * load(factor + i, extent);
-    a += d;
-    b += d * d;
-  });
+  sum_rows(
+      rows, slots, sum, squared, [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) INLINED {
+        const auto d =
+            (load(x + r * slots + i, extent) - load(near + i, extent)) * load(factor + i, extent);
+        a += d;
+        b += d * d;
+      });
   for (int64_t s = 0; s < slots; ++s) {
     Sums sums{double(sum[s]), double(squared[s])};
     if (too_large<A>(sums.second)) {
@@ -204,7 +212,7 @@ Flaws flaws(int64_t rows, int64_t slots, const A* sum, const A* squared) {
   const Vec<A> n = A(rows), smallest = std::is_same_v<A, double> ? A(-1) : A(0x1p-100) * A(rows),
                largest = std::numeric_limits<A>::max();
   typename Vec<A>::mask_type far(false), out(false);
-  for_vectors<A>(slots, [&](int64_t i, auto extent) {
+  for_vectors<A>(slots, [&](int64_t i, auto extent) INLINED {
     const auto first = load(sum + i, extent);
     auto second = load(squared + i, extent);
     if constexpr (std::is_same_v<decltype(extent), Part>)
@@ -217,20 +225,23 @@ Flaws flaws(int64_t rows, int64_t slots, const A* sum, const A* squared) {
 
 template <typename T>
 void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center, double* first,
-                  double* second, compute_t<T>* scratch) {
+                  double* second, compute_t<T>* scratch, bool far) {
   using A = compute_t<T>;
-  A *near = scratch, *sum = scratch + slots, *squared = scratch + 2 * slots;
+  const Ahead ahead{far};
+  const int64_t stride = padded<A>(slots);
+  A *near = scratch, *sum = near + stride, *squared = sum + stride, *factor = squared + stride;
   for (int64_t s = 0; s < slots; ++s) near[s] = A(center[s]);
   for (; rows > 0; rows -= kChunkRows, x += kChunkRows * slots) {
     const int64_t m = std::min(rows, kChunkRows);
     const auto sum_about_near = [&] {
-      sum_rows(m, slots, sum, squared, [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) {
-        const T* at = x + r * slots + i;
-        prefetch(at + kRowsTogether * slots);
-        const auto d = load(at, extent) - load(near + i, extent);
-        a += d;
-        b += d * d;
-      });
+      sum_rows(m, slots, sum, squared,
+               [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) INLINED {
+                 const T* at = x + r * slots + i;
+                 ahead.read(at);
+                 const auto d = load(at, extent) - load(near + i, extent);
+                 a += d;
+                 b += d * d;
+               });
     };
     sum_about_near();
     auto found = flaws(m, slots, sum, squared);
@@ -242,8 +253,7 @@ void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center,
       found = flaws(m, slots, sum, squared);
     }
     if (found.out_of_range) {
-      add_moments_out_of_range(x, m, slots, center, near, sum, squared, scratch + 3 * slots, first,
-                               second);
+      add_moments_out_of_range(x, m, slots, center, near, sum, squared, factor, first, second);
       continue;
     }
     for (int64_t s = 0; s < slots; ++s) {

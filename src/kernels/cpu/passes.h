@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/cpu/coefficients.h"
+#include "kernels/cpu/lines.h"
 #include "kernels/cpu/loops.h"
 #include "kernels/kernels.h"
 
@@ -57,6 +58,12 @@ void dispatch(const at::Tensor& tensor, Body&& body) {
   }
 }
 
+/// Whether loops over `layout` of T go beyond the near caches.
+template <typename T>
+bool is_far(const CellLayout& layout) {
+  return layout.numel() * static_cast<int64_t>(sizeof(T)) > loops::kNearBytes;
+}
+
 /// x + residual, written to `sum` as it is read; or nothing to add.
 template <typename T>
 struct Addition {
@@ -64,9 +71,9 @@ struct Addition {
   T* sum = nullptr;
 
   /// Where to read elements [at, at + n) of the sum, of x where there is nothing to add.
-  const T* apply(const loops::Loops<T>& loops, const T* x, int64_t at, int64_t n) const {
+  const T* apply(const loops::Loops<T>& loops, const T* x, int64_t at, int64_t n, bool far) const {
     if (sum == nullptr) return x + at;
-    loops.add(x + at, residual + at, n, sum + at);
+    loops.add(x + at, residual + at, n, sum + at, far);
     return sum + at;
   }
 };
@@ -111,7 +118,7 @@ std::vector<loops::Sums> sum_runs(const CellLayout& layout, Sum&& sum) {
 }
 
 /// Adds up sum(first_row, rows, first, second, scratch) over pieces of rows; `scratch` has room for
-/// `width` values of A a cell.
+/// `width` rows of A.
 template <typename A, typename Sum>
 std::vector<loops::Sums> sum_rows(const CellLayout& layout, int64_t width, Sum&& sum, A /*tag*/) {
   const int64_t cells = layout.cells;
@@ -121,11 +128,11 @@ std::vector<loops::Sums> sum_rows(const CellLayout& layout, int64_t width, Sum&&
   const int64_t pieces = pieces_of(layout.outer, rows_each);
   std::vector<double> partial(pieces * 2 * cells);
   at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
-    std::vector<A> scratch(width * cells);
+    Lines<A> scratch(width, cells);
     for (int64_t p = begin; p < end; ++p) {
       auto* first = partial.data() + p * 2 * cells;
       sum(p * rows_each, std::min(rows_each, layout.outer - p * rows_each), first, first + cells,
-          scratch.data());
+          scratch.row(0));
     }
   });
   std::vector<loops::Sums> of_cells(cells);
@@ -152,11 +159,11 @@ std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& 
   const int64_t each =
       pieces_of(std::max<int64_t>(least, 1), loops::kChunkRows) * loops::kChunkRows;
   const int64_t pieces = pieces_of(repeats, each);
-  const bool wanted = of_affine.defined();
+  const bool wanted = of_affine.defined(), far = is_far<T>(layout.cells);
   std::vector<loops::Sums> of_cells(layout.cells.cells);
   std::vector<double> partial(wanted ? pieces * 2 * width : 0);
   at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
-    std::vector<A> scratch(wanted ? 2 * inner : 0);
+    Lines<A> scratch(wanted ? 2 : 0, inner);
     for (int64_t p = begin; p < end; ++p)
       for (int64_t start = p * each; start < std::min(repeats, (p + 1) * each);
            start += loops::kChunkRows) {
@@ -166,11 +173,11 @@ std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& 
           loops::Sums sums[loops::kChunkRows];
           for (int64_t r = 0; r < count; ++r) k[r] = coefficients((start + r) * rows + row);
           const int64_t at = (start * rows + row) * inner;
-          std::fill(scratch.begin(), scratch.end(), A(0));
-          auto* dbias = wanted ? scratch.data() : nullptr;
-          auto* dweight = wanted ? scratch.data() + inner : nullptr;
+          scratch.clear();
+          auto* dbias = wanted ? scratch.row(0) : nullptr;
+          auto* dweight = wanted ? scratch.row(1) : nullptr;
           loops.backward_sums_columns(x + at, dy + at, count, inner, width, k,
-                                      advance(weight, row * inner), dweight, dbias, sums);
+                                      advance(weight, row * inner), dweight, dbias, sums, far);
           for (int64_t r = 0; r < count; ++r) of_cells[(start + r) * rows + row] = sums[r];
           if (!wanted) continue;
           auto* to = partial.data() + p * 2 * width + row * inner;

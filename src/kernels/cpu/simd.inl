@@ -17,7 +17,7 @@ template <typename A>
 constexpr int64_t lanes = static_cast<int64_t>(Vec<A>::size());
 
 template <typename A>
-auto first_lanes(Part part) {
+INLINE auto first_lanes(Part part) {
   return Vec<A>([](auto i) { return static_cast<A>(int(i)); }) < static_cast<A>(part.count);
 }
 
@@ -134,20 +134,44 @@ INLINE void for_vectors(int64_t n, Body&& body) {
   if (i < n) body(i, Part{n - i});
 }
 
-/// Values beyond which a pass over rows is bound by memory, where one stream does better than
-/// several; and width from which the coefficients of columns fill the first cache themselves.
-constexpr int64_t kStreamed = 1 << 18;
-constexpr int64_t kWide = 1024;
+/// Bytes ahead at which far data is asked for: reads into the second cache, soon enough for memory
+/// to answer; writes just early enough for the line to be this core's.
+constexpr uintptr_t kReadAhead = 32 * 1024;
+constexpr uintptr_t kWriteAhead = 4 * 1024;
 
-/// Calls body(row, how many) for every row of [0, rows) of n values; for several together where it
-/// pays to load what belongs to columns once for all of them.
+/// Asks for far data ahead of the loops; near data would only be slowed down. A hint never faults,
+/// also where it points beyond the tensor.
+struct Ahead {
+  bool far;
+
+  INLINE void read(const void* at) const {
+    if (far)
+      __builtin_prefetch(
+          reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + kReadAhead), 0, 2);
+  }
+  INLINE void write(const void* at) const {
+    if (far)
+      __builtin_prefetch(
+          reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + kWriteAhead), 1, 2);
+  }
+};
+
+/// body(ahead) for a loop that a choice at every vector would slow down: two loops, one choice.
 template <typename Body>
-INLINE void for_rows(int64_t rows, int64_t n, Body&& body) {
+INLINE auto apart(Ahead ahead, Body&& body) {
+  return ahead.far ? body(std::true_type()) : body(std::false_type());
+}
+
+/// Calls body(row, how many, ahead) for every row of [0, rows): for several together, so that what
+/// belongs to columns is loaded once for all of them, but for one of far rows at a time, since
+/// memory serves one stream better.
+template <typename Body>
+INLINE void for_rows(int64_t rows, Ahead ahead, Body&& body) {
   int64_t row = 0;
-  if (n >= kWide || rows * n <= kStreamed)
+  if (!ahead.far)
     for (; row + kRowsTogether <= rows; row += kRowsTogether)
-      body(row, std::integral_constant<int, kRowsTogether>());
-  for (; row < rows; ++row) body(row, std::integral_constant<int, 1>());
+      body(row, std::integral_constant<int, kRowsTogether>(), Ahead{false});
+  for (; row < rows; ++row) body(row, std::integral_constant<int, 1>(), ahead);
 }
 
 /// A factor or term of every element: one value for all, or one for each.
