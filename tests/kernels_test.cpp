@@ -32,6 +32,25 @@ TEST_P(Kernels, Backward) { compare(testing::check_backward); }
 INSTANTIATE_TEST_SUITE_P(ByCell, Kernels, ::testing::ValuesIn(testing::cases_by_cell()));
 INSTANTIATE_TEST_SUITE_P(ByColumn, Kernels, ::testing::ValuesIn(testing::cases_by_column()));
 
+/// More than loops::kNearBytes of half types, where data is asked for ahead, with rows and values
+/// left over from those taken together.
+class FarKernels : public Kernels {
+ protected:
+  void compare(void (*check)(const KernelSet& set, const Data& data)) {
+    for (const auto dtype : {at::kFloat, at::kHalf})
+      check(cpu_kernels(), Data(GetParam(), dtype, true));
+  }
+};
+
+TEST_P(FarKernels, Moments) { compare(testing::check_moments); }
+TEST_P(FarKernels, MomentsOfASum) { compare(testing::check_moments_of_a_sum); }
+TEST_P(FarKernels, Apply) { compare(testing::check_apply); }
+TEST_P(FarKernels, Backward) { compare(testing::check_backward); }
+
+INSTANTIATE_TEST_SUITE_P(Layouts, FarKernels,
+                         ::testing::Values(Case{{4099, 257, 1}}, Case{{2, 261, 2053}},
+                                           Case{{1, 531, 2051}, 3}));
+
 /// Every bit pattern of the half types survives widening and narrowing, and floats round as ATen
 /// rounds them.
 TEST(KernelDtypes, RoundAsAtenDoes) {

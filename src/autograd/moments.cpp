@@ -14,7 +14,7 @@ enum HeaderWord : int64_t { kCount, kWanting, kHeaderWords };
 
 /// Differing centers would make the sums meaningless, so they are part of what must agree.
 uint64_t hash_of(const at::Tensor& values) {
-  const auto host = values.cpu().contiguous();
+  const auto host = (values.is_cpu() ? values : values.cpu()).contiguous();
   const auto* data = host.const_data_ptr<double>();
   uint64_t hash = 0x9e3779b97f4a7c15u;
   for (int64_t i = 0; i < host.numel(); ++i) {

@@ -187,7 +187,7 @@ void Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op) {
   check_reducible(tensor.scalar_type(), "all_reduce");
   run("all_reduce", tensor, static_cast<int64_t>(op), [&] {
     ++counters_.all_reduce;
-    const auto target = tensor.detach();
+    const auto target = tensor.requires_grad() ? tensor.detach() : tensor;
     const auto dense = target.contiguous();
     do_all_reduce(dense, op);
     if (!dense.is_alias_of(target)) target.copy_(dense);

@@ -41,6 +41,7 @@ class HostStage {
 
  private:
   static at::Tensor to_host(const at::Tensor& tensor, at::ScalarType dtype) {
+    if (tensor.is_cpu() && tensor.scalar_type() == dtype) return tensor.contiguous();
     if (!tensor.is_cuda()) return tensor.to(at::kCPU, dtype).contiguous();
     const auto options = at::TensorOptions().dtype(dtype).pinned_memory(true);
     const auto host = at::empty(tensor.sizes(), options);

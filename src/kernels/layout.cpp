@@ -106,6 +106,7 @@ NormInput::NormInput(const at::Tensor& tensor, const NormLayout& norm)
 }
 
 at::Tensor NormInput::match(const at::Tensor& tensor) const {
+  if (tensor.scalar_type() == data.scalar_type()) return tensor.contiguous(format);
   return tensor.to(data.scalar_type()).contiguous(format);
 }
 

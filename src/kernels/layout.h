@@ -95,7 +95,7 @@ struct NormInput {
 
   /// `tensor`, of the same shape, brought to the same memory order and dtype.
   at::Tensor match(const at::Tensor& tensor) const;
-  at::Tensor empty_like() const { return at::empty_like(data, data.options(), format); }
+  at::Tensor empty_like() const { return at::empty(data.sizes(), data.options(), format); }
 
   at::Tensor data;
   at::MemoryFormat format;

@@ -16,6 +16,23 @@ int64_t batches_of(const torch::Tensor& num_batches_tracked) {
   return num_batches_tracked.defined() ? num_batches_tracked.item<int64_t>() : 0;
 }
 
+double momentum_of(const BatchNormArguments& arguments, const torch::Tensor& num_batches_tracked) {
+  if (arguments.momentum.has_value()) return *arguments.momentum;
+  return 1.0 / static_cast<double>(batches_of(num_batches_tracked) + 1);
+}
+
+/// What add_(1) comes to where it can, without its dispatch and iterator.
+void count_batch(const torch::Tensor& num_batches_tracked) {
+  if (!num_batches_tracked.defined()) return;
+  if (!num_batches_tracked.is_cpu() || num_batches_tracked.scalar_type() != torch::kLong ||
+      num_batches_tracked.is_inference()) {
+    num_batches_tracked.add_(1);
+    return;
+  }
+  ++*num_batches_tracked.data_ptr<int64_t>();
+  num_batches_tracked.unsafeGetTensorImpl()->bump_version();
+}
+
 /// Running statistics change on the device, when the batch's arrive.
 void update_on_arrival(const BatchNormArguments& arguments,
                        const torch::Tensor& num_batches_tracked, kernels::Arriving& arriving) {
@@ -28,9 +45,9 @@ void update_on_arrival(const BatchNormArguments& arguments,
                       num_batches_tracked.scalar_type() == torch::kLong &&
                       num_batches_tracked.device() == arguments.running_mean.device();
   if (counts) arriving.batches = num_batches_tracked;
-  arriving.momentum = arguments.momentum.value_or(
-      counts ? -1 : 1.0 / static_cast<double>(batches_of(num_batches_tracked) + 1));
-  if (num_batches_tracked.defined() && !counts) num_batches_tracked.add_(1);
+  arriving.momentum =
+      counts ? arguments.momentum.value_or(-1) : momentum_of(arguments, num_batches_tracked);
+  if (!counts) count_batch(num_batches_tracked);
 }
 
 }  // namespace
@@ -98,12 +115,10 @@ PreparedNorm prepare_batch_norm(const torch::Tensor& input, const BatchNormArgum
         at::IntArrayRef(shape), " on rank ", rank);
     if (count == 0 || !arguments.update_running) return;
     const torch::NoGradGuard no_grad;
-    const double momentum =
-        arguments.momentum.value_or(1.0 / static_cast<double>(batches_of(num_batches_tracked) + 1));
     kernels::kernels_for(moments.statistics.device())
-        .update_running(moments.statistics, count, momentum, arguments.running_mean,
-                        arguments.running_var);
-    if (num_batches_tracked.defined()) num_batches_tracked.add_(1);
+        .update_running(moments.statistics, count, momentum_of(arguments, num_batches_tracked),
+                        arguments.running_mean, arguments.running_var);
+    count_batch(num_batches_tracked);
   };
   return norm;
 }
