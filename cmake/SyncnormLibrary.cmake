@@ -65,10 +65,11 @@ set_target_properties(syncnorm PROPERTIES DEFINE_SYMBOL "")
 
 # The loops are one source, compiled for each instruction set that may be there at run time.
 # No errno and no trap keeps the compiler from turning sqrt into branches.
-# Vectors are spelled out. GCC would pack the two sums that a block returns into one, by way of
-# memory: two stores that a wider load waits for, as long as summing a hundred values takes.
+# GCC would pack the two sums that a block returns into a vector by way of memory: two stores that a
+# wider load has to wait for, at every run.
+set(syncnorm_unpacked_sums -fno-tree-slp-vectorize)
 set(syncnorm_loop_options -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast
-  -fno-tree-slp-vectorize)
+  ${syncnorm_unpacked_sums})
 set(syncnorm_loop_options_baseline)
 set(syncnorm_loop_options_avx2 -mavx2 -mfma -mf16c)
 # GCC 12 takes the undefined upper half in its own AVX-512 intrinsics for a mistake of ours.
@@ -85,4 +86,4 @@ foreach(capability IN ITEMS baseline avx2 avx512)
   endif()
 endforeach()
 set_source_files_properties("${PROJECT_SOURCE_DIR}/src/kernels/cpu/cpu.cpp" PROPERTIES
-  COMPILE_OPTIONS -fno-tree-slp-vectorize)
+  COMPILE_OPTIONS ${syncnorm_unpacked_sums})

@@ -82,6 +82,24 @@ TEST_F(CommunicatorTest, WorksInPlaceOnViewsAndLeavesTheRestAlone) {
   EXPECT_TRUE(torch::equal(parameter, torch::full({3}, double(size - 1))));
 }
 
+/// Results are copied back to where autograd or inference mode would mind an ordinary write.
+TEST_F(CommunicatorTest, AllReducesLeavesAndTensorsOfInferenceMode) {
+  auto leaf = torch::full({2, 3}, 1.0F).requires_grad_();
+  comm->all_reduce(leaf);
+  comm->all_reduce(leaf.t());
+  EXPECT_TRUE(torch::equal(leaf.detach(), torch::full({2, 3}, float(size) * float(size))));
+  torch::Tensor made, half;
+  {
+    const c10::InferenceMode inference;
+    made = torch::ones({4, 5});
+    half = torch::ones({4}, torch::kHalf);
+  }
+  comm->all_reduce(made.t());
+  comm->all_reduce(half);
+  EXPECT_TRUE(torch::equal(made, torch::full({4, 5}, float(size))));
+  EXPECT_TRUE(torch::equal(half, torch::full({4}, float(size), torch::kHalf)));
+}
+
 TEST_F(CommunicatorTest, AllGatherJoinsUnevenShards) {
   const auto sizes = uneven_sizes();
   for (const auto dtype : {torch::kDouble, torch::kHalf, torch::kBool, torch::kLong}) {

@@ -187,7 +187,9 @@ void Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op) {
   check_reducible(tensor.scalar_type(), "all_reduce");
   run("all_reduce", tensor, static_cast<int64_t>(op), [&] {
     ++counters_.all_reduce;
-    const auto target = tensor.requires_grad() ? tensor.detach() : tensor;
+    // Where neither autograd nor inference mode would mind writing, a detached alias is saved.
+    const bool plain = !tensor.requires_grad() && !tensor.is_inference();
+    const auto target = plain ? tensor : tensor.detach();
     const auto dense = target.contiguous();
     do_all_reduce(dense, op);
     if (!dense.is_alias_of(target)) target.copy_(dense);

@@ -21,11 +21,11 @@ double momentum_of(const BatchNormArguments& arguments, const torch::Tensor& num
   return 1.0 / static_cast<double>(batches_of(num_batches_tracked) + 1);
 }
 
-/// What add_(1) comes to where it can, without its dispatch and iterator.
+/// add_(1), without its dispatch and iterator for the counter of most modules.
 void count_batch(const torch::Tensor& num_batches_tracked) {
   if (!num_batches_tracked.defined()) return;
   if (!num_batches_tracked.is_cpu() || num_batches_tracked.scalar_type() != torch::kLong ||
-      num_batches_tracked.is_inference()) {
+      num_batches_tracked.numel() != 1 || num_batches_tracked.is_inference()) {
     num_batches_tracked.add_(1);
     return;
   }

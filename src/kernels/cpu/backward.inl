@@ -1,11 +1,10 @@
 // Sums of the gradient, and the gradient of the input. Included by loops.inl inside its namespace.
 
-/// The gradient of element i that passes the gate; asks for what is read at i, x included.
+/// The gradient of element i that passes the gate. Asks for far dy and output; x is its caller's.
 template <Gate gate, typename T, typename K, typename Extent>
 INLINE Vec<compute_t<T>> gated(const T* x, const T* dy, const T* output, const K& k, int64_t i,
                                Extent extent, Ahead ahead) {
   using A = compute_t<T>;
-  ahead.read(x + i);
   ahead.read(dy + i);
   auto g = load(dy + i, extent);
   if constexpr (gate == Gate::recompute)
@@ -46,7 +45,9 @@ Sums backward_sums(const T* x, const T* dy, const T* output, int64_t n,
                                                                          auto& first,
                                                                          auto& second) INLINED {
         const int64_t i = start + at;
-        const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent, {far});
+        const Ahead ahead{far};
+        ahead.read(x + i);
+        const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent, ahead);
         first += g;
         second += g * affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
       });
@@ -69,8 +70,10 @@ void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, 
                [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) INLINED {
                  const int64_t row = (start + r) * slots;
                  const auto* out = output == nullptr ? nullptr : output + row;
+                 const Ahead ahead{far};
+                 ahead.read(x + row + i);
                  const auto g =
-                     gated<decltype(tag)::value>(x + row, dy + row, out, k, i, extent, {far});
+                     gated<decltype(tag)::value>(x + row, dy + row, out, k, i, extent, ahead);
                  a += g;
                  b += g * affine(load(x + row + i, extent), k.center.at(i, extent),
                                  k.rstd.at(i, extent), k.shift.at(i, extent));
@@ -169,6 +172,8 @@ INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int
         for (int r = 0; r < together; ++r) {
           const int64_t start = (row + r) * n;
           const auto* out = output == nullptr ? nullptr : output + start;
+          if constexpr (decltype(input)::value || decltype(tag)::value == Gate::recompute)
+            ahead.read(x + start + i);
           const auto g =
               gated<decltype(tag)::value>(x + start, dy + start, out, k, i, extent, ahead);
           if constexpr (decltype(residual)::value) {

@@ -42,7 +42,7 @@ void take_moments(const T* x, const CellLayout& in, const NormLayout& layout,
     of_cells = passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
       const T* from = addition.apply(loops, x, at, n, far);
       // What was just written is near.
-      const bool ahead = far && from != addition.sum + at;
+      const bool ahead = far && addition.sum == nullptr;
       return layout.centered ? loops.moments(from, n, centers[cell], ahead)
                              : loops.squares(from, n, ahead);
     });

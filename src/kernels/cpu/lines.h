@@ -7,7 +7,7 @@
 
 namespace syncnorm::kernels {
 
-/// Zeros [rows, length], each row beginning on a cache line.
+/// Zeros [rows, length], each row beginning on a cache line, padded(length) after the one before.
 template <typename A>
 class Lines {
  public:

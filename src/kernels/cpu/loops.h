@@ -49,9 +49,6 @@ struct Coefficients {
 /// positive; those whose given output is positive.
 enum class Gate : uint8_t { open, recompute, output };
 
-/// Rows that are summed together, so that sums of columns are loaded and stored once for all.
-constexpr int kRowsTogether = 4;
-
 /// Bytes of a cache line. Arrays that loops read over and over begin on one: a vector that lies
 /// across two costs two loads.
 constexpr int64_t kLine = 64;
@@ -66,10 +63,11 @@ constexpr int64_t padded(int64_t n) {
 /// Chunk of rows whose float sums are added to the double ones.
 constexpr int64_t kChunkRows = 64;
 
-/// Bytes of a tensor up to which the near caches serve the loops that go over it.
+/// Bytes of a norm's input up to which the near caches serve the loops over it, its output and
+/// their gradients.
 constexpr int64_t kNearBytes = 2 << 20;
 
-/// `far`: the values belong to more than kNearBytes of them.
+/// `far`: the values belong to an input of more than kNearBytes.
 template <typename T>
 struct Loops {
   using A = compute_t<T>;

@@ -145,7 +145,7 @@ Sums squares(const T* x, int64_t n, bool far) {
   return sums;
 }
 
-/// Rows that are summed together, so that sums of slots are loaded and stored once for all.
+/// Rows whose values are added to the sums of slots before those are stored.
 constexpr int kRowsSummed = 8;
 
 /// Adds each slot's sums over rows [row, row + Together) to first, second [slots]:

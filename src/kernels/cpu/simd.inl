@@ -113,12 +113,14 @@ INLINE Vec<compute_t<T>> load(const T* p, Part part) {
   return load(values, Whole());
 }
 
+#if defined(__AVX__)  // SSE2's store with a mask goes past the caches
 INLINE void store(Vec<float> v, float* p, Part part) {
   stdx::where(first_lanes<float>(part), v).copy_to(p, stdx::element_aligned);
 }
 INLINE void store(Vec<double> v, double* p, Part part) {
   stdx::where(first_lanes<double>(part), v).copy_to(p, stdx::element_aligned);
 }
+#endif
 template <typename T>
 INLINE void store(Vec<compute_t<T>> v, T* p, Part part) {
   T values[lanes<compute_t<T>>];
@@ -156,11 +158,14 @@ struct Ahead {
   }
 };
 
-/// body(ahead) for a loop that a choice at every vector would slow down: two loops, one choice.
+/// body(far), far a constant, for loops so short that a choice at every vector shows.
 template <typename Body>
 INLINE auto apart(Ahead ahead, Body&& body) {
   return ahead.far ? body(std::true_type()) : body(std::false_type());
 }
+
+/// Rows whose elements are taken together.
+constexpr int kRowsTogether = 4;
 
 /// Calls body(row, how many, ahead) for every row of [0, rows): for several together, so that what
 /// belongs to columns is loaded once for all of them, but for one of far rows at a time, since
