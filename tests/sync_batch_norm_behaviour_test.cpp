@@ -242,9 +242,8 @@ TEST(SyncBatchNormBehaviour, FrozenRunningStatisticsCountARecomputedBlockOnce) {
 /// However the counter was made, a step adds one to all of it, as add_ would.
 TEST(SyncBatchNormBehaviour, CountsBatchesInCountersOfAnyKind) {
   const auto x = torch::randn({4, 2}, torch::kDouble);
-  for (const auto& counter :
-       {torch::full({}, 5, torch::kLong), torch::full({1}, 5, torch::kInt),
-        torch::full({3}, 5, torch::kLong), torch::empty({0}, torch::kLong)}) {
+  for (const auto& counter : {torch::full({}, 5, torch::kLong), torch::full({1}, 5, torch::kInt),
+                              torch::full({3}, 5, torch::kLong), torch::empty({0}, torch::kLong)}) {
     auto module = make(2, new_world());
     module->num_batches_tracked = counter.clone();
     const auto version = module->num_batches_tracked._version();
