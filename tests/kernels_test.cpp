@@ -32,13 +32,17 @@ TEST_P(Kernels, Backward) { compare(testing::check_backward); }
 INSTANTIATE_TEST_SUITE_P(ByCell, Kernels, ::testing::ValuesIn(testing::cases_by_cell()));
 INSTANTIATE_TEST_SUITE_P(ByColumn, Kernels, ::testing::ValuesIn(testing::cases_by_column()));
 
-/// More than loops::kNearBytes of half types, where data is asked for ahead, with rows and values
-/// left over from those taken together.
+/// Inputs of more than loops::kNearBytes, where data is asked for ahead, and of more than
+/// kCachedBytes, where results are written past the caches; with rows and values left over from
+/// those taken together, and memory that begins on a line or does not.
 class FarKernels : public Kernels {
  protected:
   void compare(void (*check)(const KernelSet& set, const Data& data)) {
-    for (const auto dtype : {at::kFloat, at::kHalf})
-      check(cpu_kernels(), Data(GetParam(), dtype, true));
+    const auto values = GetParam().cells.numel();
+    std::vector<at::ScalarType> dtypes{at::kFloat};
+    if (values < 3'000'000) dtypes = {at::kDouble};
+    if (values < 1'500'000) dtypes = {at::kFloat, at::kHalf};
+    for (const auto dtype : dtypes) check(cpu_kernels(), Data(GetParam(), dtype, true));
   }
 };
 
@@ -49,7 +53,9 @@ TEST_P(FarKernels, Backward) { compare(testing::check_backward); }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, FarKernels,
                          ::testing::Values(Case{{4099, 257, 1}}, Case{{2, 261, 2053}},
-                                           Case{{1, 531, 2051}, 3}));
+                                           Case{{1, 531, 2051}, 3}, Case{{6273, 256, 1}},
+                                           Case{{2, 260, 3127}}, Case{{1, 783, 2056}, 3},
+                                           Case{{12545, 256, 1}}));
 
 /// Every bit pattern of the half types survives widening and narrowing, and floats round as ATen
 /// rounds them.

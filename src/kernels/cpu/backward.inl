@@ -35,7 +35,7 @@ INLINE auto with_gate(Gate gate, Body&& body) {
 
 template <typename T>
 Sums backward_sums(const T* x, const T* dy, const T* output, int64_t n,
-                   const Coefficients<compute_t<T>>& coefficients, Gate gate, bool far) {
+                   const Coefficients<compute_t<T>>& coefficients, Gate gate, Reach reach) {
   using A = compute_t<T>;
   const auto k = same(coefficients);
   return with_gate(gate, [&](auto tag) {
@@ -45,7 +45,7 @@ Sums backward_sums(const T* x, const T* dy, const T* output, int64_t n,
                                                                          auto& first,
                                                                          auto& second) INLINED {
         const int64_t i = start + at;
-        const Ahead ahead{far};
+        const Ahead ahead = ahead_of(reach);
         ahead.read(x + i);
         const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent, ahead);
         first += g;
@@ -61,10 +61,10 @@ Sums backward_sums(const T* x, const T* dy, const T* output, int64_t n,
 template <typename T>
 void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                         const Coefficients<const compute_t<T>*>& coefficients, Gate gate,
-                        double* first, double* second, compute_t<T>* scratch, bool far) {
+                        double* first, double* second, compute_t<T>* scratch, Reach reach) {
   const auto k = each(coefficients);
   auto* const other = scratch + padded<compute_t<T>>(slots);
-  with_gate(gate, [&](auto tag) {
+  const auto sum = [&](auto tag, auto far) {
     for (int64_t start = 0; start < rows; start += kChunkRows) {
       sum_rows(std::min(rows - start, kChunkRows), slots, scratch, other,
                [&](int64_t r, int64_t i, auto extent, auto& a, auto& b) INLINED {
@@ -83,7 +83,8 @@ void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, 
         second[s] += double(other[s]);
       }
     }
-  });
+  };
+  with_gate(gate, [&](auto tag) { apart(ahead_of(reach), [&](auto far) { sum(tag, far); }); });
 }
 
 /// Lane sums of rows taken together, over columns [0, n).
@@ -133,13 +134,13 @@ INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
 template <typename T>
 void backward_sums_columns(const T* x, const T* dy, int64_t rows, int64_t n, int64_t stride,
                            const Coefficients<compute_t<T>>* k, const compute_t<T>* weight,
-                           compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums, bool far) {
+                           compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums, Reach reach) {
   const auto run = [&](auto together, int64_t row, int64_t at, int64_t count) {
     const auto sum = [&](auto weighted, auto columns) {
       sum_columns<decltype(together)::value, decltype(weighted)::value, decltype(columns)::value>(
           x + row * stride + at, dy + row * stride + at, stride, count, k + row,
           weight == nullptr ? nullptr : weight + at, dweight == nullptr ? nullptr : dweight + at,
-          dbias == nullptr ? nullptr : dbias + at, sums + row, {far});
+          dbias == nullptr ? nullptr : dbias + at, sums + row, ahead_of(reach));
     };
     if (weight != nullptr) {
       dweight != nullptr ? sum(std::true_type(), std::true_type())
@@ -177,13 +178,11 @@ INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int
           const auto g =
               gated<decltype(tag)::value>(x + start, dy + start, out, k, i, extent, ahead);
           if constexpr (decltype(residual)::value) {
-            ahead.write(dresidual + start + i);
-            store(g, dresidual + start + i, extent);
+            put(g, dresidual + start + i, extent, ahead);
           }
           if constexpr (decltype(input)::value) {
-            ahead.write(dx + start + i);
             const auto scaled = (load(x + start + i, extent) - center) * rstd;
-            store(a * g + b * scaled + c, dx + start + i, extent);
+            put(a * g + b * scaled + c, dx + start + i, extent, ahead);
           }
         }
       });
@@ -198,29 +197,29 @@ INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int
 
 template <typename T>
 void backward_apply(const T* x, const T* dy, const T* output, int64_t n,
-                    const Coefficients<compute_t<T>>& k, Gate gate, T* dx, T* dresidual, bool far) {
-  backward_apply_vectors(x, dy, output, 1, n, same(k), gate, dx, dresidual, {far});
+                    const Coefficients<compute_t<T>>& k, Gate gate, T* dx, T* dresidual,
+                    Reach reach) {
+  backward_apply_vectors(x, dy, output, 1, n, same(k), gate, dx, dresidual, ahead_of(reach));
 }
 
 template <typename T>
 void backward_apply_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                          const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx, T* dresidual,
-                         bool far) {
-  backward_apply_vectors(x, dy, output, rows, slots, each(k), gate, dx, dresidual, {far});
+                         Reach reach) {
+  backward_apply_vectors(x, dy, output, rows, slots, each(k), gate, dx, dresidual, ahead_of(reach));
 }
 
 template <typename T>
 void backward_apply_columns(const T* x, const T* dy, int64_t n,
                             const Coefficients<compute_t<T>>& coefficients,
-                            const compute_t<T>* weight, const T* extra, T* dx, bool far) {
+                            const compute_t<T>* weight, const T* extra, T* dx, Reach reach) {
   using A = compute_t<T>;
-  const Ahead ahead{far};
+  const Ahead ahead = ahead_of(reach);
   const auto k = same(coefficients);
   const auto map = [&](auto weighted, auto added) {
     for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
       ahead.read(x + i);
       ahead.read(dy + i);
-      ahead.write(dx + i);
       auto g = load(dy + i, extent);
       if constexpr (decltype(weighted)::value) g *= load(weight + i, extent);
       const auto scaled = (load(x + i, extent) - k.center.vector) * k.rstd.vector;
@@ -229,7 +228,7 @@ void backward_apply_columns(const T* x, const T* dy, int64_t n,
         ahead.read(extra + i);
         result += load(extra + i, extent);
       }
-      store(result, dx + i, extent);
+      put(result, dx + i, extent, ahead);
     });
   };
   if (weight != nullptr) {

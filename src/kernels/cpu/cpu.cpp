@@ -28,23 +28,23 @@ void take_moments(const T* x, const CellLayout& in, const NormLayout& layout,
   const auto about = center.defined() ? layout.to_cells(center) : center;
   const std::vector<double> zeros(center.defined() ? 0 : in.cells);
   const auto* centers = center.defined() ? about.const_data_ptr<double>() : zeros.data();
-  const bool far = passes::is_far<T>(in);
+  const auto reach = passes::reach_of<T>(in);
   std::vector<loops::Sums> of_cells;
   if (in.inner == 1 && layout.centered && addition.sum == nullptr) {
     of_cells = passes::sum_rows(
         in, 4,
         [&](int64_t row, int64_t rows, double* first, double* second, auto* scratch) {
           loops.moments_rows(x + row * in.cells, rows, in.cells, centers, first, second, scratch,
-                             far);
+                             reach);
         },
         loops::compute_t<T>());
   } else {
     of_cells = passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
-      const T* from = addition.apply(loops, x, at, n, far);
+      const T* from = addition.apply(loops, x, at, n, reach);
       // What was just written is near.
-      const bool ahead = far && addition.sum == nullptr;
-      return layout.centered ? loops.moments(from, n, centers[cell], ahead)
-                             : loops.squares(from, n, ahead);
+      const auto from_where = addition.sum == nullptr ? reach : loops::Reach::near;
+      return layout.centered ? loops.moments(from, n, centers[cell], from_where)
+                             : loops.squares(from, n, from_where);
     });
   }
   passes::fold(of_cells, layout, layout.share, static_cast<double*>(nullptr), sums);
@@ -73,7 +73,7 @@ void backward_sums_by_cell(const Norm& norm, const at::Tensor& dy, const at::Ten
   const auto* out = passes::data<T>(norm.output);
   const auto gate = gate_of(norm);
   const CellCoefficients<A> k(norm);
-  const bool far = passes::is_far<T>(in);
+  const auto reach = passes::reach_of<T>(in);
   std::vector<loops::Sums> of_cells;
   if (side_by_side(norm)) {
     of_cells = passes::sum_rows(
@@ -81,12 +81,12 @@ void backward_sums_by_cell(const Norm& norm, const at::Tensor& dy, const at::Ten
         [&](int64_t row, int64_t rows, double* first, double* second, A* scratch) {
           const int64_t at = row * in.cells;
           loops.backward_sums_rows(x + at, g + at, passes::advance(out, at), rows, in.cells,
-                                   k.arrays(), gate, first, second, scratch, far);
+                                   k.arrays(), gate, first, second, scratch, reach);
         },
         A());
   } else {
     of_cells = passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
-      return loops.backward_sums(x + at, g + at, passes::advance(out, at), n, k[cell], gate, far);
+      return loops.backward_sums(x + at, g + at, passes::advance(out, at), n, k[cell], gate, reach);
     });
   }
   if (of_affine.defined()) passes::fold_affine(of_cells, norm.layout, of_affine);
@@ -102,23 +102,23 @@ void apply_norm(const Norm& norm, const at::Tensor& y) {
   const auto* residual = passes::data<T>(norm.residual);
   auto* to = passes::mutable_data<T>(y);
   const CellCoefficients<A> k(norm);
-  const bool far = passes::is_far<T>(in);
+  const auto reach = passes::reach_of<T>(in);
   if (norm.layout.by_column) {
     const Values<A> weight(norm.weight), bias(norm.bias);
     passes::for_runs(in, [&](int64_t at, int64_t cell) {
       const int64_t column = cell % norm.layout.affine_rows * in.inner;
       loops.apply_columns(x + at, in.inner, k[cell], passes::advance(weight.data(), column),
-                          passes::advance(bias.data(), column), to + at, far);
+                          passes::advance(bias.data(), column), to + at, reach);
     });
   } else if (side_by_side(norm)) {
     passes::for_rows(in, [&](int64_t at, int64_t rows) {
       loops.apply_rows(x + at, passes::advance(residual, at), rows, in.cells, k.arrays(), norm.relu,
-                       to + at, far);
+                       to + at, reach);
     });
   } else {
     passes::for_runs(in, [&](int64_t at, int64_t cell) {
       loops.apply(x + at, passes::advance(residual, at), in.inner, k[cell], norm.relu, to + at,
-                  far);
+                  reach);
     });
   }
 }
@@ -137,25 +137,25 @@ void apply_backward(const Norm& norm, const at::Tensor& dy, const at::Tensor& su
   auto* dresidual = passes::mutable_data<T>(outputs.dresidual);
   const auto gate = gate_of(norm);
   const CellCoefficients<A> k(norm, sums, count);
-  const bool far = passes::is_far<T>(in);
+  const auto reach = passes::reach_of<T>(in);
   if (norm.layout.by_column) {
     const Values<A> weight(norm.weight);
     passes::for_runs(in, [&](int64_t at, int64_t cell) {
       const int64_t column = cell % norm.layout.affine_rows * in.inner;
       loops.backward_apply_columns(x + at, g + at, in.inner, k[cell],
                                    passes::advance(weight.data(), column),
-                                   passes::advance(extra, at), dx + at, far);
+                                   passes::advance(extra, at), dx + at, reach);
     });
   } else if (side_by_side(norm)) {
     passes::for_rows(in, [&](int64_t at, int64_t rows) {
       loops.backward_apply_rows(x + at, g + at, passes::advance(out, at), rows, in.cells,
                                 k.arrays(), gate, passes::advance(dx, at),
-                                passes::advance(dresidual, at), far);
+                                passes::advance(dresidual, at), reach);
     });
   } else {
     passes::for_runs(in, [&](int64_t at, int64_t cell) {
       loops.backward_apply(x + at, g + at, passes::advance(out, at), in.inner, k[cell], gate,
-                           passes::advance(dx, at), passes::advance(dresidual, at), far);
+                           passes::advance(dx, at), passes::advance(dresidual, at), reach);
     });
   }
 }

@@ -24,14 +24,13 @@ INLINE void apply_vectors(const T* x, const T* residual, int64_t rows, int64_t n
         for (int r = 0; r < together; ++r) {
           const int64_t at = (row + r) * n + i;
           ahead.read(x + at);
-          ahead.write(y + at);
           auto v = affine(load(x + at, extent), center, scale, offset);
           if constexpr (decltype(add)::value) {
             ahead.read(residual + at);
             v += load(residual + at, extent);
           }
           if constexpr (decltype(rectify)::value) v = rectified(v);
-          store(v, y + at, extent);
+          put(v, y + at, extent, ahead);
         }
       });
     });
@@ -56,30 +55,29 @@ Coefficients<Each<A>> each(const Coefficients<const A*>& k) {
 
 template <typename T>
 void apply(const T* x, const T* residual, int64_t n, const Coefficients<compute_t<T>>& k, bool relu,
-           T* y, bool far) {
-  apply_vectors(x, residual, 1, n, same(k), relu, y, {far});
+           T* y, Reach reach) {
+  apply_vectors(x, residual, 1, n, same(k), relu, y, ahead_of(reach));
 }
 
 template <typename T>
 void apply_rows(const T* x, const T* residual, int64_t rows, int64_t slots,
-                const Coefficients<const compute_t<T>*>& k, bool relu, T* y, bool far) {
-  apply_vectors(x, residual, rows, slots, each(k), relu, y, {far});
+                const Coefficients<const compute_t<T>*>& k, bool relu, T* y, Reach reach) {
+  apply_vectors(x, residual, rows, slots, each(k), relu, y, ahead_of(reach));
 }
 
 template <typename T>
 void apply_columns(const T* x, int64_t n, const Coefficients<compute_t<T>>& coefficients,
-                   const compute_t<T>* weight, const compute_t<T>* bias, T* y, bool far) {
+                   const compute_t<T>* weight, const compute_t<T>* bias, T* y, Reach reach) {
   using A = compute_t<T>;
-  const Ahead ahead{far};
+  const Ahead ahead = ahead_of(reach);
   const auto k = same(coefficients);
   const auto map = [&](auto weighted, auto biased) {
     for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
       ahead.read(x + i);
-      ahead.write(y + i);
       auto v = affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
       if constexpr (decltype(weighted)::value) v *= load(weight + i, extent);
       if constexpr (decltype(biased)::value) v += load(bias + i, extent);
-      store(v, y + i, extent);
+      put(v, y + i, extent, ahead);
     });
   };
   if (weight == nullptr) return map(std::false_type(), std::false_type());
@@ -88,8 +86,8 @@ void apply_columns(const T* x, int64_t n, const Coefficients<compute_t<T>>& coef
 }
 
 template <typename T>
-void add(const T* x, const T* residual, int64_t n, T* sum, bool far) {
-  const Ahead ahead{far};
+void add(const T* x, const T* residual, int64_t n, T* sum, Reach reach) {
+  const Ahead ahead = ahead_of(reach);
   for_vectors<compute_t<T>>(n, [&](int64_t i, auto extent) INLINED {
     ahead.read(x + i);
     ahead.read(residual + i);

@@ -63,60 +63,65 @@ constexpr int64_t padded(int64_t n) {
 /// Chunk of rows whose float sums are added to the double ones.
 constexpr int64_t kChunkRows = 64;
 
-/// Bytes of a norm's input up to which the near caches serve the loops over it, its output and
-/// their gradients.
+/// Where a norm's input, output and gradients lie, by the bytes of one of them.
+enum class Reach : uint8_t {
+  near,  ///< up to kNearBytes: in the near caches
+  far,   ///< more: asked for ahead
+  past,  ///< more than kCachedBytes: likewise, and what is written goes past the caches, which
+         ///< would read every line of it before and lose it again before anyone reads it
+};
 constexpr int64_t kNearBytes = 2 << 20;
+constexpr int64_t kCachedBytes = 12 << 20;
 
-/// `far`: the values belong to an input of more than kNearBytes.
 template <typename T>
 struct Loops {
   using A = compute_t<T>;
 
   /// sum(x - center), sum((x - center)^2) of one run. They are taken about `center` or, where a
   /// block lies far off it, about the block's own mean, and moved in double.
-  Sums (*moments)(const T* x, int64_t n, double center, bool far);
+  Sums (*moments)(const T* x, int64_t n, double center, Reach reach);
   /// 0, sum(x^2).
-  Sums (*squares)(const T* x, int64_t n, bool far);
+  Sums (*squares)(const T* x, int64_t n, Reach reach);
   /// The same as `moments` for slots side by side: [rows, slots] added into first, second [slots].
   /// `scratch`: [4, padded(slots)].
   void (*moments_rows)(const T* x, int64_t rows, int64_t slots, const double* center, double* first,
-                       double* second, A* scratch, bool far);
+                       double* second, A* scratch, Reach reach);
 
   /// y = activation((x - center)*scale + offset + residual); residual may be null.
   void (*apply)(const T* x, const T* residual, int64_t n, const Coefficients<A>& k, bool relu, T* y,
-                bool far);
+                Reach reach);
   void (*apply_rows)(const T* x, const T* residual, int64_t rows, int64_t slots,
-                     const Coefficients<const A*>& k, bool relu, T* y, bool far);
+                     const Coefficients<const A*>& k, bool relu, T* y, Reach reach);
   /// y = xhat*weight + bias by column; bias, or both, may be null.
   void (*apply_columns)(const T* x, int64_t n, const Coefficients<A>& k, const A* weight,
-                        const A* bias, T* y, bool far);
+                        const A* bias, T* y, Reach reach);
 
   /// sum(g), sum(g*xhat) of one run, g the gradient that passes `gate`; `output` for Gate::output.
   Sums (*backward_sums)(const T* x, const T* dy, const T* output, int64_t n,
-                        const Coefficients<A>& k, Gate gate, bool far);
+                        const Coefficients<A>& k, Gate gate, Reach reach);
   /// The same for slots side by side, added into first, second [slots]; `scratch`: [2,
   /// padded(slots)].
   void (*backward_sums_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                              const Coefficients<const A*>& k, Gate gate, double* first,
-                             double* second, A* scratch, bool far);
+                             double* second, A* scratch, Reach reach);
   /// Of `rows` <= kChunkRows runs of n that begin `stride` apart: sums[r] = sum(g), sum(g*xhat)
   /// with g = dy*weight; dweight[n] += dy*xhat, dbias[n] += dy where not null. k: one for each row.
   void (*backward_sums_columns)(const T* x, const T* dy, int64_t rows, int64_t n, int64_t stride,
                                 const Coefficients<A>* k, const A* weight, A* dweight, A* dbias,
-                                Sums* sums, bool far);
+                                Sums* sums, Reach reach);
 
   /// dx = a*g + b*((x - center)*rstd) + c; dresidual = g; either may be null.
   void (*backward_apply)(const T* x, const T* dy, const T* output, int64_t n,
-                         const Coefficients<A>& k, Gate gate, T* dx, T* dresidual, bool far);
+                         const Coefficients<A>& k, Gate gate, T* dx, T* dresidual, Reach reach);
   void (*backward_apply_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                               const Coefficients<const A*>& k, Gate gate, T* dx, T* dresidual,
-                              bool far);
+                              Reach reach);
   /// dx = a*dy*weight + b*((x - center)*rstd) + c + extra; weight and extra may be null.
   void (*backward_apply_columns)(const T* x, const T* dy, int64_t n, const Coefficients<A>& k,
-                                 const A* weight, const T* extra, T* dx, bool far);
+                                 const A* weight, const T* extra, T* dx, Reach reach);
 
   /// sum = x + residual, rounded to T.
-  void (*add)(const T* x, const T* residual, int64_t n, T* sum, bool far);
+  void (*add)(const T* x, const T* residual, int64_t n, T* sum, Reach reach);
 };
 
 struct Tables {

@@ -6,7 +6,7 @@
 #include <experimental/simd>
 #include <limits>
 
-#if defined(__F16C__)
+#if defined(__SSE__)
 #include <immintrin.h>
 #endif
 

@@ -111,11 +111,11 @@ Sums moments_of_block(const T* x, int64_t n, compute_t<T>* near, double center, 
 }
 
 template <typename T>
-Sums moments(const T* x, int64_t n, double center, bool far) {
+Sums moments(const T* x, int64_t n, double center, Reach reach) {
   Sums sums;
   auto near = compute_t<T>(center);
   for (; n > 0; x += kBlock, n -= kBlock) {
-    const auto block = moments_of_block(x, std::min(n, kBlock), &near, center, {far});
+    const auto block = moments_of_block(x, std::min(n, kBlock), &near, center, ahead_of(reach));
     sums.first += block.first;
     sums.second += block.second;
   }
@@ -123,12 +123,12 @@ Sums moments(const T* x, int64_t n, double center, bool far) {
 }
 
 template <typename T>
-Sums squares(const T* x, int64_t n, bool far) {
+Sums squares(const T* x, int64_t n, Reach reach) {
   using A = compute_t<T>;
   Sums sums;
   for (; n > 0; x += kBlock, n -= kBlock) {
     const int64_t m = std::min(n, kBlock);
-    const auto block = apart({far}, [&](auto ahead) INLINED {
+    const auto block = apart(ahead_of(reach), [&](auto ahead) INLINED {
       return sum_vectors<A>(m, [&](int64_t i, auto extent, auto&, auto& second) INLINED {
         Ahead{ahead}.read(x + i);
         const auto v = load(x + i, extent);
@@ -225,9 +225,9 @@ Flaws flaws(int64_t rows, int64_t slots, const A* sum, const A* squared) {
 
 template <typename T>
 void moments_rows(const T* x, int64_t rows, int64_t slots, const double* center, double* first,
-                  double* second, compute_t<T>* scratch, bool far) {
+                  double* second, compute_t<T>* scratch, Reach reach) {
   using A = compute_t<T>;
-  const Ahead ahead{far};
+  const Ahead ahead = ahead_of(reach);
   const int64_t stride = padded<A>(slots);
   A *near = scratch, *sum = near + stride, *squared = sum + stride, *factor = squared + stride;
   for (int64_t s = 0; s < slots; ++s) near[s] = A(center[s]);

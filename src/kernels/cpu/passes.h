@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "kernels/cpu/coefficients.h"
@@ -58,10 +59,11 @@ void dispatch(const at::Tensor& tensor, Body&& body) {
   }
 }
 
-/// Whether loops over `layout` of T go beyond the near caches.
 template <typename T>
-bool is_far(const CellLayout& layout) {
-  return layout.numel() * static_cast<int64_t>(sizeof(T)) > loops::kNearBytes;
+loops::Reach reach_of(const CellLayout& layout) {
+  const int64_t bytes = layout.numel() * static_cast<int64_t>(sizeof(T));
+  if (bytes <= loops::kNearBytes) return loops::Reach::near;
+  return bytes <= loops::kCachedBytes ? loops::Reach::far : loops::Reach::past;
 }
 
 /// x + residual, written to `sum` as it is read; or nothing to add.
@@ -71,9 +73,10 @@ struct Addition {
   T* sum = nullptr;
 
   /// Where to read elements [at, at + n) of the sum, of x where there is nothing to add.
-  const T* apply(const loops::Loops<T>& loops, const T* x, int64_t at, int64_t n, bool far) const {
+  const T* apply(const loops::Loops<T>& loops, const T* x, int64_t at, int64_t n,
+                 loops::Reach reach) const {
     if (sum == nullptr) return x + at;
-    loops.add(x + at, residual + at, n, sum + at, far);
+    loops.add(x + at, residual + at, n, sum + at, reach);
     return sum + at;
   }
 };
@@ -159,7 +162,8 @@ std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& 
   const int64_t each =
       pieces_of(std::max<int64_t>(least, 1), loops::kChunkRows) * loops::kChunkRows;
   const int64_t pieces = pieces_of(repeats, each);
-  const bool wanted = of_affine.defined(), far = is_far<T>(layout.cells);
+  const auto reach = reach_of<T>(layout.cells);
+  const bool wanted = of_affine.defined();
   std::vector<loops::Sums> of_cells(layout.cells.cells);
   std::vector<double> partial(wanted ? pieces * 2 * width : 0);
   at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
@@ -177,7 +181,7 @@ std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& 
           auto* dbias = wanted ? scratch.row(0) : nullptr;
           auto* dweight = wanted ? scratch.row(1) : nullptr;
           loops.backward_sums_columns(x + at, dy + at, count, inner, width, k,
-                                      advance(weight, row * inner), dweight, dbias, sums, far);
+                                      advance(weight, row * inner), dweight, dbias, sums, reach);
           for (int64_t r = 0; r < count; ++r) of_cells[(start + r) * rows + row] = sums[r];
           if (!wanted) continue;
           auto* to = partial.data() + p * 2 * width + row * inner;
@@ -228,6 +232,9 @@ inline void fold_affine(const std::vector<loops::Sums>& of_cells, const NormLayo
   }
 }
 
+/// Stores past the caches are in order with nothing; after this, other threads see them.
+inline void publish() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
 /// Calls body(offset, cell) for every run.
 template <typename Body>
 void for_runs(const CellLayout& layout, Body&& body) {
@@ -235,14 +242,17 @@ void for_runs(const CellLayout& layout, Body&& body) {
                    [&](int64_t begin, int64_t end) {
                      each_run(layout, begin, end,
                               [&](int64_t run, int64_t cell) { body(run * layout.inner, cell); });
+                     publish();
                    });
 }
 
 /// Calls body(offset, rows) for pieces of rows.
 template <typename Body>
 void for_rows(const CellLayout& layout, Body&& body) {
-  at::parallel_for(0, layout.outer, grain_of_runs(layout.cells),
-                   [&](int64_t begin, int64_t end) { body(begin * layout.cells, end - begin); });
+  at::parallel_for(0, layout.outer, grain_of_runs(layout.cells), [&](int64_t begin, int64_t end) {
+    body(begin * layout.cells, end - begin);
+    publish();
+  });
 }
 
 }  // namespace syncnorm::kernels::passes

@@ -145,6 +145,7 @@ constexpr uintptr_t kWriteAhead = 4 * 1024;
 /// also where it points beyond the tensor.
 struct Ahead {
   bool far;
+  bool past = false;
 
   INLINE void read(const void* at) const {
     if (far)
@@ -157,6 +158,44 @@ struct Ahead {
           reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + kWriteAhead), 1, 2);
   }
 };
+
+INLINE Ahead ahead_of(Reach reach) { return {reach != Reach::near, reach == Reach::past}; }
+
+/// The store of a whole vector past the caches, where there is one and `p` suits it.
+template <typename V, typename T>
+INLINE bool store_past(V, T*) {
+  return false;
+}
+#if defined(__AVX512F__)
+INLINE bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
+INLINE bool store_past(Vec<float> v, float* p) {
+  if (is_aligned(p)) _mm512_stream_ps(p, static_cast<__m512>(v));
+  return is_aligned(p);
+}
+INLINE bool store_past(Vec<double> v, double* p) {
+  if (is_aligned(p)) _mm512_stream_pd(p, static_cast<__m512d>(v));
+  return is_aligned(p);
+}
+#elif defined(__AVX__)
+INLINE bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 32 == 0; }
+INLINE bool store_past(Vec<float> v, float* p) {
+  if (is_aligned(p)) _mm256_stream_ps(p, static_cast<__m256>(v));
+  return is_aligned(p);
+}
+INLINE bool store_past(Vec<double> v, double* p) {
+  if (is_aligned(p)) _mm256_stream_pd(p, static_cast<__m256d>(v));
+  return is_aligned(p);
+}
+#endif
+
+/// Stores a result that nobody reads soon; others may after a fence.
+template <typename V, typename T, typename Extent>
+INLINE void put(V v, T* p, Extent extent, Ahead ahead) {
+  if constexpr (std::is_same_v<Extent, Whole>)
+    if (ahead.past && store_past(v, p)) return;
+  ahead.write(p);
+  store(v, p, extent);
+}
 
 /// body(far), far a constant, for loops so short that a choice at every vector shows.
 template <typename Body>
@@ -172,11 +211,15 @@ constexpr int kRowsTogether = 4;
 /// memory serves one stream better.
 template <typename Body>
 INLINE void for_rows(int64_t rows, Ahead ahead, Body&& body) {
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, kRowsTogether> several;
   int64_t row = 0;
-  if (!ahead.far)
-    for (; row + kRowsTogether <= rows; row += kRowsTogether)
-      body(row, std::integral_constant<int, kRowsTogether>(), Ahead{false});
-  for (; row < rows; ++row) body(row, std::integral_constant<int, 1>(), ahead);
+  if (ahead.far) {
+    for (; row < rows; ++row) body(row, one, Ahead{true, ahead.past});
+  } else {
+    for (; row + several <= rows; row += several) body(row, several, Ahead{false});
+    for (; row < rows; ++row) body(row, one, Ahead{false});
+  }
 }
 
 /// A factor or term of every element: one value for all, or one for each.
