@@ -33,8 +33,8 @@ INSTANTIATE_TEST_SUITE_P(ByCell, Kernels, ::testing::ValuesIn(testing::cases_by_
 INSTANTIATE_TEST_SUITE_P(ByColumn, Kernels, ::testing::ValuesIn(testing::cases_by_column()));
 
 /// Inputs of more than loops::kNearBytes, where data is asked for ahead, and of more than
-/// kCachedBytes, where results are written past the caches; with rows and values left over from
-/// those taken together, and memory that begins on a line or does not.
+/// kCachedBytes, where results of whole lines are written past the caches; with rows and values
+/// left over from those taken together.
 class FarKernels : public Kernels {
  protected:
   void compare(void (*check)(const KernelSet& set, const Data& data)) {
@@ -54,8 +54,9 @@ TEST_P(FarKernels, Backward) { compare(testing::check_backward); }
 INSTANTIATE_TEST_SUITE_P(Layouts, FarKernels,
                          ::testing::Values(Case{{4099, 257, 1}}, Case{{2, 261, 2053}},
                                            Case{{1, 531, 2051}, 3}, Case{{6273, 256, 1}},
-                                           Case{{2, 260, 3127}}, Case{{1, 783, 2056}, 3},
-                                           Case{{12545, 256, 1}}));
+                                           Case{{2, 260, 3128}}, Case{{1, 783, 2056}, 3},
+                                           Case{{2, 260, 3127}}, Case{{12545, 256, 1}},
+                                           Case{{2, 260, 6256}}));
 
 /// Every bit pattern of the half types survives widening and narrowing, and floats round as ATen
 /// rounds them.

@@ -187,7 +187,7 @@ void Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op) {
   check_reducible(tensor.scalar_type(), "all_reduce");
   run("all_reduce", tensor, static_cast<int64_t>(op), [&] {
     ++counters_.all_reduce;
-    // Where neither autograd nor inference mode would mind writing, a detached alias is saved.
+    // No need of a detached alias where neither autograd nor inference mode minds writing.
     const bool plain = !tensor.requires_grad() && !tensor.is_inference();
     const auto target = plain ? tensor : tensor.detach();
     const auto dense = target.contiguous();

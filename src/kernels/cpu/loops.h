@@ -67,8 +67,8 @@ constexpr int64_t kChunkRows = 64;
 enum class Reach : uint8_t {
   near,  ///< up to kNearBytes: in the near caches
   far,   ///< more: asked for ahead
-  past,  ///< more than kCachedBytes: likewise, and what is written goes past the caches, which
-         ///< would read every line of it before and lose it again before anyone reads it
+  past,  ///< more than kCachedBytes, float or double in whole lines: likewise, and results go past
+         ///< the caches, which would read every line before and lose it before anyone reads it
 };
 constexpr int64_t kNearBytes = 2 << 20;
 constexpr int64_t kCachedBytes = 12 << 20;

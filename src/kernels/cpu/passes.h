@@ -3,8 +3,11 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 #include "kernels/cpu/coefficients.h"
 #include "kernels/cpu/lines.h"
@@ -61,9 +64,14 @@ void dispatch(const at::Tensor& tensor, Body&& body) {
 
 template <typename T>
 loops::Reach reach_of(const CellLayout& layout) {
-  const int64_t bytes = layout.numel() * static_cast<int64_t>(sizeof(T));
+  constexpr int64_t size = sizeof(T);
+  const int64_t bytes = layout.numel() * size;
   if (bytes <= loops::kNearBytes) return loops::Reach::near;
-  return bytes <= loops::kCachedBytes ? loops::Reach::far : loops::Reach::past;
+  // Half types have no store past the caches, and lines that are written half past them and half
+  // through them are slower than either.
+  const int64_t row = layout.inner == 1 ? layout.cells : layout.inner;
+  const bool whole_lines = size >= 4 && row * size % loops::kLine == 0;
+  return bytes > loops::kCachedBytes && whole_lines ? loops::Reach::past : loops::Reach::far;
 }
 
 /// x + residual, written to `sum` as it is read; or nothing to add.
@@ -232,8 +240,12 @@ inline void fold_affine(const std::vector<loops::Sums>& of_cells, const NormLayo
   }
 }
 
-/// Stores past the caches are in order with nothing; after this, other threads see them.
-inline void publish() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+/// Stores past the caches come before whatever tells other threads that this task is done.
+inline void publish() {
+#if defined(__SSE__)
+  _mm_sfence();
+#endif
+}
 
 /// Calls body(offset, cell) for every run.
 template <typename Body>

@@ -161,7 +161,7 @@ struct Ahead {
 
 INLINE Ahead ahead_of(Reach reach) { return {reach != Reach::near, reach == Reach::past}; }
 
-/// The store of a whole vector past the caches, where there is one and `p` suits it.
+/// Stores a whole vector past the caches; false where there is no such store or `p` is not aligned.
 template <typename V, typename T>
 INLINE bool store_past(V, T*) {
   return false;
