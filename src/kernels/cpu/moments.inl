@@ -128,9 +128,9 @@ Sums squares(const T* x, int64_t n, Reach reach) {
   Sums sums;
   for (; n > 0; x += kBlock, n -= kBlock) {
     const int64_t m = std::min(n, kBlock);
-    const auto block = apart(ahead_of(reach), [&](auto ahead) INLINED {
+    const auto block = apart(ahead_of(reach), [&](auto far) INLINED {
       return sum_vectors<A>(m, [&](int64_t i, auto extent, auto&, auto& second) INLINED {
-        Ahead{ahead}.read(x + i);
+        Ahead{far}.read(x + i);
         const auto v = load(x + i, extent);
         second += v * v;
       });

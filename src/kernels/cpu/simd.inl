@@ -161,38 +161,24 @@ struct Ahead {
 
 INLINE Ahead ahead_of(Reach reach) { return {reach != Reach::near, reach == Reach::past}; }
 
-/// Stores a whole vector past the caches; false where there is no such store or `p` is not aligned.
+/// Stores a vector to aligned memory past the caches, where there is such a store.
 template <typename V, typename T>
-INLINE bool store_past(V, T*) {
-  return false;
+INLINE void store_past(V v, T* p) {
+  store(v, p, Whole());
 }
 #if defined(__AVX512F__)
-INLINE bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
-INLINE bool store_past(Vec<float> v, float* p) {
-  if (is_aligned(p)) _mm512_stream_ps(p, static_cast<__m512>(v));
-  return is_aligned(p);
-}
-INLINE bool store_past(Vec<double> v, double* p) {
-  if (is_aligned(p)) _mm512_stream_pd(p, static_cast<__m512d>(v));
-  return is_aligned(p);
-}
+INLINE void store_past(Vec<float> v, float* p) { _mm512_stream_ps(p, static_cast<__m512>(v)); }
+INLINE void store_past(Vec<double> v, double* p) { _mm512_stream_pd(p, static_cast<__m512d>(v)); }
 #elif defined(__AVX__)
-INLINE bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 32 == 0; }
-INLINE bool store_past(Vec<float> v, float* p) {
-  if (is_aligned(p)) _mm256_stream_ps(p, static_cast<__m256>(v));
-  return is_aligned(p);
-}
-INLINE bool store_past(Vec<double> v, double* p) {
-  if (is_aligned(p)) _mm256_stream_pd(p, static_cast<__m256d>(v));
-  return is_aligned(p);
-}
+INLINE void store_past(Vec<float> v, float* p) { _mm256_stream_ps(p, static_cast<__m256>(v)); }
+INLINE void store_past(Vec<double> v, double* p) { _mm256_stream_pd(p, static_cast<__m256d>(v)); }
 #endif
 
 /// Stores a result that nobody reads soon; others may after a fence.
 template <typename V, typename T, typename Extent>
 INLINE void put(V v, T* p, Extent extent, Ahead ahead) {
   if constexpr (std::is_same_v<Extent, Whole>)
-    if (ahead.past && store_past(v, p)) return;
+    if (ahead.past && reinterpret_cast<uintptr_t>(p) % sizeof(V) == 0) return store_past(v, p);
   ahead.write(p);
   store(v, p, extent);
 }
