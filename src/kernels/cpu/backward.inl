@@ -87,11 +87,16 @@ void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, 
   with_gate(gate, [&](auto tag) { apart(ahead_of(reach), [&](auto far) { sum(tag, far); }); });
 }
 
-/// Lane sums of rows taken together, over columns [0, n).
-template <int Together, bool weighted, bool columns, typename T>
+/// Whose gradients are summed by column.
+enum class Affine : uint8_t { none, weight, both };
+
+/// Adds lane sums of rows taken together, over columns [0, n); those by column begin anew where
+/// `first_rows`.
+template <int Together, bool weighted, Affine affines, typename T>
 INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
                         const Coefficients<compute_t<T>>* coefficients, const compute_t<T>* weight,
-                        compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums, Ahead ahead) {
+                        compute_t<T>* dweight, compute_t<T>* dbias, bool first_rows, Sums* sums,
+                        Ahead ahead) {
   using A = compute_t<T>;
   Vec<A> first[Together], second[Together], center[Together], rstd[Together], shift[Together];
   for (int r = 0; r < Together; ++r) {
@@ -103,27 +108,23 @@ INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
   for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
     Vec<A> w(A(1)), dw(A(0)), db(A(0));
     if constexpr (weighted) w = load(weight + i, extent);
-    if constexpr (columns) {
-      dw = load(dweight + i, extent);
-      db = load(dbias + i, extent);
+    if (!first_rows) {
+      if constexpr (affines != Affine::none) dw = load(dweight + i, extent);
+      if constexpr (affines == Affine::both) db = load(dbias + i, extent);
     }
     for (int r = 0; r < Together; ++r) {
       ahead.read(x + r * stride + i);
       ahead.read(dy + r * stride + i);
       auto g = load(dy + r * stride + i, extent);
       const auto xhat = affine(load(x + r * stride + i, extent), center[r], rstd[r], shift[r]);
-      if constexpr (columns) {
-        dw += g * xhat;
-        db += g;
-      }
+      if constexpr (affines != Affine::none) dw += g * xhat;
+      if constexpr (affines == Affine::both) db += g;
       if constexpr (weighted) g *= w;
       first[r] += g;
       second[r] += g * xhat;
     }
-    if constexpr (columns) {
-      store(dw, dweight + i, extent);
-      store(db, dbias + i, extent);
-    }
+    if constexpr (affines != Affine::none) store(dw, dweight + i, extent);
+    if constexpr (affines == Affine::both) store(db, dbias + i, extent);
   });
   for (int r = 0; r < Together; ++r) {
     sums[r].first += double(stdx::reduce(first[r]));
@@ -135,29 +136,52 @@ template <typename T>
 void backward_sums_columns(const T* x, const T* dy, int64_t rows, int64_t n, int64_t stride,
                            const Coefficients<compute_t<T>>* k, const compute_t<T>* weight,
                            compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums, Reach reach) {
-  const auto run = [&](auto together, int64_t row, int64_t at, int64_t count) {
-    const auto sum = [&](auto weighted, auto columns) {
-      sum_columns<decltype(together)::value, decltype(weighted)::value, decltype(columns)::value>(
+  const auto run = [&](auto together, auto affines, int64_t row, int64_t at, int64_t count) {
+    const auto sum = [&](auto weighted) {
+      sum_columns<decltype(together)::value, decltype(weighted)::value, decltype(affines)::value>(
           x + row * stride + at, dy + row * stride + at, stride, count, k + row,
           weight == nullptr ? nullptr : weight + at, dweight == nullptr ? nullptr : dweight + at,
-          dbias == nullptr ? nullptr : dbias + at, sums + row, ahead_of(reach));
+          dbias == nullptr ? nullptr : dbias + at, row == 0, sums + row, ahead_of(reach));
     };
-    if (weight != nullptr) {
-      dweight != nullptr ? sum(std::true_type(), std::true_type())
-                         : sum(std::true_type(), std::false_type());
-    } else {
-      dweight != nullptr ? sum(std::false_type(), std::true_type())
-                         : sum(std::false_type(), std::false_type());
-    }
+    weight != nullptr ? sum(std::true_type()) : sum(std::false_type());
+  };
+  const auto run_all = [&](auto affines) {
+    int64_t row = 0;
+    for (; row + kRowsTogether <= rows; row += kRowsTogether)
+      for (int64_t at = 0; at < n; at += kBlock)
+        run(std::integral_constant<int, kRowsTogether>(), affines, row, at,
+            std::min(kBlock, n - at));
+    for (; row < rows; ++row)
+      for (int64_t at = 0; at < n; at += kBlock)
+        run(std::integral_constant<int, 1>(), affines, row, at, std::min(kBlock, n - at));
   };
   std::fill_n(sums, rows, Sums());
-  int64_t row = 0;
-  for (; row + kRowsTogether <= rows; row += kRowsTogether)
-    for (int64_t at = 0; at < n; at += kBlock)
-      run(std::integral_constant<int, kRowsTogether>(), row, at, std::min(kBlock, n - at));
-  for (; row < rows; ++row)
-    for (int64_t at = 0; at < n; at += kBlock)
-      run(std::integral_constant<int, 1>(), row, at, std::min(kBlock, n - at));
+  if (dweight == nullptr) return run_all(std::integral_constant<Affine, Affine::none>());
+  dbias == nullptr ? run_all(std::integral_constant<Affine, Affine::weight>())
+                   : run_all(std::integral_constant<Affine, Affine::both>());
+}
+
+template <typename A>
+void widen(const A* from, int64_t n, bool add, double* to) {
+  if (add) {
+    for (int64_t i = 0; i < n; ++i) to[i] += double(from[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i] = double(from[i]);
+  }
+}
+
+template <typename T>
+void narrow(const double* from, int64_t n, T* to) {
+  using A = compute_t<T>;
+  if constexpr (std::is_same_v<T, A>) {
+    for (int64_t i = 0; i < n; ++i) to[i] = A(from[i]);
+  } else {
+    for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+      A values[lanes<A>] = {};
+      for (int64_t l = 0; l < std::min(n - i, lanes<A>); ++l) values[l] = A(from[i + l]);
+      store(load(values, Whole()), to + i, extent);
+    });
+  }
 }
 
 template <typename T, typename K>

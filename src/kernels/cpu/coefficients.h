@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "kernels/cpu/lines.h"
 #include "kernels/kernels.h"
@@ -54,7 +53,9 @@ class CellCoefficients {
  public:
   /// Those of the forward; a, b, c are zero.
   explicit CellCoefficients(const Norm& norm) : values_(kRows, norm.layout.cells.cells) {
-    fill(norm, [](int64_t, int64_t, double, double, double) {});
+    fill(norm, [&](int64_t cell, int64_t, double, double, double) {
+      at(kA)[cell] = at(kB)[cell] = at(kC)[cell] = 0;
+    });
   }
 
   /// All, for the ranks' `sums` of the backward.

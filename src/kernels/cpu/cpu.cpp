@@ -29,25 +29,24 @@ void take_moments(const T* x, const CellLayout& in, const NormLayout& layout,
   const std::vector<double> zeros(center.defined() ? 0 : in.cells);
   const auto* centers = center.defined() ? about.const_data_ptr<double>() : zeros.data();
   const auto reach = passes::reach_of<T>(in);
-  std::vector<loops::Sums> of_cells;
-  if (in.inner == 1 && layout.centered && addition.sum == nullptr) {
-    of_cells = passes::sum_rows(
-        in, 4,
-        [&](int64_t row, int64_t rows, double* first, double* second, auto* scratch) {
-          loops.moments_rows(x + row * in.cells, rows, in.cells, centers, first, second, scratch,
-                             reach);
-        },
-        loops::compute_t<T>());
-  } else {
-    of_cells = passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
+  const auto sum_cells = [&] {
+    if (in.inner == 1 && layout.centered && addition.sum == nullptr)
+      return passes::sum_rows(
+          in, 4,
+          [&](int64_t row, int64_t rows, double* first, double* second, auto* scratch) {
+            loops.moments_rows(x + row * in.cells, rows, in.cells, centers, first, second, scratch,
+                               reach);
+          },
+          loops::compute_t<T>());
+    return passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
       const T* from = addition.apply(loops, x, at, n, reach);
       // What was just written is near.
       const auto from_where = addition.sum == nullptr ? reach : loops::Reach::near;
       return layout.centered ? loops.moments(from, n, centers[cell], from_where)
                              : loops.squares(from, n, from_where);
     });
-  }
-  passes::fold(of_cells, layout, layout.share, static_cast<double*>(nullptr), sums);
+  };
+  passes::fold(sum_cells(), layout, layout.share, static_cast<double*>(nullptr), sums);
 }
 
 template <typename T>
@@ -58,7 +57,7 @@ void backward_sums_by_column(const Norm& norm, const at::Tensor& dy, const at::T
   const CellCoefficients<A> k(norm);
   const auto of_cells = passes::sum_columns<T>(
       passes::data<T>(norm.input.data), passes::data<T>(dy), norm.layout, weight.data(),
-      [&](int64_t cell) { return k[cell]; }, of_affine);
+      [&](int64_t cell) { return k[cell]; }, norm.bias.defined(), of_affine);
   passes::fold(of_cells, norm.layout, {}, static_cast<A*>(nullptr), of_slots);
 }
 
@@ -74,21 +73,21 @@ void backward_sums_by_cell(const Norm& norm, const at::Tensor& dy, const at::Ten
   const auto gate = gate_of(norm);
   const CellCoefficients<A> k(norm);
   const auto reach = passes::reach_of<T>(in);
-  std::vector<loops::Sums> of_cells;
-  if (side_by_side(norm)) {
-    of_cells = passes::sum_rows(
-        in, 2,
-        [&](int64_t row, int64_t rows, double* first, double* second, A* scratch) {
-          const int64_t at = row * in.cells;
-          loops.backward_sums_rows(x + at, g + at, passes::advance(out, at), rows, in.cells,
-                                   k.arrays(), gate, first, second, scratch, reach);
-        },
-        A());
-  } else {
-    of_cells = passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
+  const auto sum_cells = [&] {
+    if (side_by_side(norm))
+      return passes::sum_rows(
+          in, 2,
+          [&](int64_t row, int64_t rows, double* first, double* second, A* scratch) {
+            const int64_t at = row * in.cells;
+            loops.backward_sums_rows(x + at, g + at, passes::advance(out, at), rows, in.cells,
+                                     k.arrays(), gate, first, second, scratch, reach);
+          },
+          A());
+    return passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
       return loops.backward_sums(x + at, g + at, passes::advance(out, at), n, k[cell], gate, reach);
     });
-  }
+  };
+  const auto of_cells = sum_cells();
   if (of_affine.defined()) passes::fold_affine(of_cells, norm.layout, of_affine);
   passes::fold(of_cells, norm.layout, {}, Values<A>(norm.weight).data(), of_slots);
 }

@@ -104,8 +104,9 @@ struct Loops {
   void (*backward_sums_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                              const Coefficients<const A*>& k, Gate gate, double* first,
                              double* second, A* scratch, Reach reach);
-  /// Of `rows` <= kChunkRows runs of n that begin `stride` apart: sums[r] = sum(g), sum(g*xhat)
-  /// with g = dy*weight; dweight[n] += dy*xhat, dbias[n] += dy where not null. k: one for each row.
+  /// Of `rows` in [1, kChunkRows], runs of n that begin `stride` apart: sums[r] = sum(g),
+  /// sum(g*xhat) with g = dy*weight, and by column dweight[n] = sum(dy*xhat), dbias[n] = sum(dy);
+  /// dbias, or both, may be null. k: one for each row.
   void (*backward_sums_columns)(const T* x, const T* dy, int64_t rows, int64_t n, int64_t stride,
                                 const Coefficients<A>* k, const A* weight, A* dweight, A* dbias,
                                 Sums* sums, Reach reach);
@@ -119,6 +120,11 @@ struct Loops {
   /// dx = a*dy*weight + b*((x - center)*rstd) + c + extra; weight and extra may be null.
   void (*backward_apply_columns)(const T* x, const T* dy, int64_t n, const Coefficients<A>& k,
                                  const A* weight, const T* extra, T* dx, Reach reach);
+
+  /// to = from, or to += from.
+  void (*widen)(const A* from, int64_t n, bool add, double* to);
+  /// to = from, rounded.
+  void (*narrow)(const double* from, int64_t n, T* to);
 
   /// sum = x + residual, rounded to T.
   void (*add)(const T* x, const T* residual, int64_t n, T* sum, Reach reach);

@@ -40,6 +40,8 @@ constexpr Loops<T> table() {
           backward_apply<T>,
           backward_apply_rows<T>,
           backward_apply_columns<T>,
+          widen<compute_t<T>>,
+          narrow<T>,
           add<T>};
 }
 

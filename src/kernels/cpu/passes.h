@@ -3,6 +3,8 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #if defined(__SSE__)
@@ -99,31 +101,57 @@ void each_run(const CellLayout& layout, int64_t begin, int64_t end, Body&& body)
   }
 }
 
+/// Two sums of every cell: [2, cells].
+class CellSums {
+ public:
+  explicit CellSums(int64_t cells) : cells_(cells), values_(2 * cells) {}
+  /// Adds up `pieces` of [2, cells], in order.
+  CellSums(int64_t cells, std::vector<double> pieces) : cells_(cells), values_(std::move(pieces)) {
+    for (size_t p = 2 * cells; p < values_.size(); p += 2 * cells)
+      for (int64_t c = 0; c < 2 * cells; ++c) values_[c] += values_[p + c];
+    values_.resize(2 * cells);
+  }
+
+  int64_t cells() const { return cells_; }
+  double* first() { return values_.data(); }
+  double* second() { return values_.data() + cells_; }
+  const double* first() const { return values_.data(); }
+  const double* second() const { return values_.data() + cells_; }
+  void set(int64_t cell, loops::Sums sums) {
+    first()[cell] = sums.first;
+    second()[cell] = sums.second;
+  }
+
+ private:
+  int64_t cells_;
+  std::vector<double> values_;
+};
+
 /// Adds sum(offset, length, cell) of every run to its cell, in order; long runs in pieces.
 template <typename Sum>
-std::vector<loops::Sums> sum_runs(const CellLayout& layout, Sum&& sum) {
+CellSums sum_runs(const CellLayout& layout, Sum&& sum) {
   const int64_t pieces = std::max<int64_t>(1, pieces_of(layout.inner, kPiece));
   // As many cells as there are pieces of them, next to each other.
   const CellLayout cut{layout.outer, layout.cells * pieces, std::min(layout.inner, kPiece)};
   const int64_t runs = cut.outer * cut.cells;
-  std::vector<loops::Sums> partial(runs);
+  CellSums partial(runs);
   at::parallel_for(0, runs, grain_of_runs(cut.inner), [&](int64_t begin, int64_t end) {
     each_run(cut, begin, end, [&](int64_t run, int64_t piece) {
       const int64_t cell = pieces == 1 ? piece : piece / pieces;
       const int64_t start = (piece - cell * pieces) * kPiece;
       const int64_t whole = pieces == 1 ? run : run / pieces;
-      partial[run] =
-          sum(whole * layout.inner + start, std::min(kPiece, layout.inner - start), cell);
+      partial.set(run,
+                  sum(whole * layout.inner + start, std::min(kPiece, layout.inner - start), cell));
     });
   });
   if (layout.outer == 1 && pieces == 1) return partial;
-  std::vector<loops::Sums> of_cells(layout.cells);
-  auto next = partial.begin();
+  CellSums of_cells(layout.cells);
+  int64_t next = 0;
   for (int64_t o = 0; o < layout.outer; ++o)
-    for (auto& cell : of_cells)
+    for (int64_t c = 0; c < layout.cells; ++c)
       for (int64_t p = 0; p < pieces; ++p, ++next) {
-        cell.first += next->first;
-        cell.second += next->second;
+        of_cells.first()[c] += partial.first()[next];
+        of_cells.second()[c] += partial.second()[next];
       }
   return of_cells;
 }
@@ -131,7 +159,7 @@ std::vector<loops::Sums> sum_runs(const CellLayout& layout, Sum&& sum) {
 /// Adds up sum(first_row, rows, first, second, scratch) over pieces of rows; `scratch` has room for
 /// `width` rows of A.
 template <typename A, typename Sum>
-std::vector<loops::Sums> sum_rows(const CellLayout& layout, int64_t width, Sum&& sum, A /*tag*/) {
+CellSums sum_rows(const CellLayout& layout, int64_t width, Sum&& sum, A /*tag*/) {
   const int64_t cells = layout.cells;
   const int64_t chunks =
       std::max<int64_t>(1, kPiece / std::max<int64_t>(cells, 1) / loops::kChunkRows);
@@ -146,24 +174,19 @@ std::vector<loops::Sums> sum_rows(const CellLayout& layout, int64_t width, Sum&&
           scratch.row(0));
     }
   });
-  std::vector<loops::Sums> of_cells(cells);
-  for (int64_t p = 0; p < pieces; ++p)
-    for (int64_t c = 0; c < cells; ++c) {
-      of_cells[c].first += partial[p * 2 * cells + c];
-      of_cells[c].second += partial[(p * 2 + 1) * cells + c];
-    }
-  return of_cells;
+  return {cells, std::move(partial)};
 }
 
-/// Sums of every cell, and into `of_affine` [2, rows, inner], if defined, those of every column:
-/// pieces of cells add up columns of their own.
+/// Sums of every cell, and into `of_affine` [2, rows, inner], if defined, those of every column, of
+/// the bias zero unless `of_bias`: pieces of cells add up columns of their own.
 template <typename T, typename CoefficientsOf>
-std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& layout,
-                                     const loops::compute_t<T>* weight,
-                                     CoefficientsOf&& coefficients, const at::Tensor& of_affine) {
+CellSums sum_columns(const T* x, const T* dy, const NormLayout& layout,
+                     const loops::compute_t<T>* weight, CoefficientsOf&& coefficients, bool of_bias,
+                     const at::Tensor& of_affine) {
   using A = loops::compute_t<T>;
   constexpr int64_t kMostPieces = 64;  // bounds the memory of the columns' partial sums
-  const auto& loops = loops::of<T>(*loops::capability().tables);
+  const auto& tables = *loops::capability().tables;
+  const auto& loops = loops::of<T>(tables);
   const int64_t inner = layout.cells.inner, rows = layout.affine_rows, width = rows * inner;
   const int64_t repeats = rows == 0 ? 0 : layout.cells.cells / rows;
   const int64_t least = std::max(kPiece / std::max<int64_t>(width, 1), repeats / kMostPieces);
@@ -172,10 +195,18 @@ std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& 
   const int64_t pieces = pieces_of(repeats, each);
   const auto reach = reach_of<T>(layout.cells);
   const bool wanted = of_affine.defined();
-  std::vector<loops::Sums> of_cells(layout.cells.cells);
-  std::vector<double> partial(wanted ? pieces * 2 * width : 0);
+  CellSums of_cells(layout.cells.cells);
+  // The first piece sums where the total goes. Not zeroed: every piece sets before it adds.
+  auto* const total = mutable_data<double>(of_affine);
+  const std::unique_ptr<double[]> others(wanted && pieces > 1 ? new double[(pieces - 1) * 2 * width]
+                                                              : nullptr);
+  const auto sums_of = [&](int64_t p) {
+    return p == 0 ? total : advance(others.get(), (p - 1) * 2 * width);
+  };
   at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
     Lines<A> scratch(wanted ? 2 : 0, inner);
+    auto* const dweight = wanted ? scratch.row(0) : nullptr;
+    auto* const dbias = wanted && of_bias ? scratch.row(1) : nullptr;
     for (int64_t p = begin; p < end; ++p)
       for (int64_t start = p * each; start < std::min(repeats, (p + 1) * each);
            start += loops::kChunkRows) {
@@ -185,58 +216,59 @@ std::vector<loops::Sums> sum_columns(const T* x, const T* dy, const NormLayout& 
           loops::Sums sums[loops::kChunkRows];
           for (int64_t r = 0; r < count; ++r) k[r] = coefficients((start + r) * rows + row);
           const int64_t at = (start * rows + row) * inner;
-          scratch.clear();
-          auto* dbias = wanted ? scratch.row(0) : nullptr;
-          auto* dweight = wanted ? scratch.row(1) : nullptr;
           loops.backward_sums_columns(x + at, dy + at, count, inner, width, k,
                                       advance(weight, row * inner), dweight, dbias, sums, reach);
-          for (int64_t r = 0; r < count; ++r) of_cells[(start + r) * rows + row] = sums[r];
+          for (int64_t r = 0; r < count; ++r) of_cells.set((start + r) * rows + row, sums[r]);
           if (!wanted) continue;
-          auto* to = partial.data() + p * 2 * width + row * inner;
-          for (int64_t i = 0; i < inner; ++i) {
-            to[i] += static_cast<double>(dbias[i]);
-            to[width + i] += static_cast<double>(dweight[i]);
-          }
+          auto* const to = sums_of(p) + row * inner;
+          const bool add = start > p * each;
+          if (of_bias) loops.widen(dbias, inner, add, to);
+          loops.widen(dweight, inner, add, to + width);
         }
       }
   });
   if (!wanted) return of_cells;
-  auto* to = of_affine.data_ptr<double>();
-  std::fill_n(to, 2 * width, 0.0);
-  for (int64_t p = 0; p < pieces; ++p)
-    for (int64_t i = 0; i < 2 * width; ++i) to[i] += partial[p * 2 * width + i];
+  if (pieces == 0) std::fill_n(total, 2 * width, 0.0);
+  if (!of_bias) std::fill_n(total, width, 0.0);
+  const int64_t skipped = of_bias ? 0 : width;
+  for (int64_t p = 1; p < pieces; ++p)
+    loops::of<double>(tables).widen(sums_of(p) + skipped, 2 * width - skipped, true,
+                                    total + skipped);
   return of_cells;
 }
 
 /// Adds the sums of cells, times `share` and the `weight` of their row where given, to slots:
 /// double [layout.sums(), slots].
 template <typename A>
-void fold(const std::vector<loops::Sums>& of_cells, const NormLayout& layout,
-          const at::Tensor& share, const A* weight, const at::Tensor& of_slots) {
+void fold(const CellSums& of_cells, const NormLayout& layout, const at::Tensor& share,
+          const A* weight, const at::Tensor& of_slots) {
   auto* first = of_slots.data_ptr<double>();
   auto* second = first + (layout.sums() - 1) * layout.slots;
   const auto* slots = slot_map(layout);
   const auto* counted = share.defined() ? share.const_data_ptr<double>() : nullptr;
   std::fill_n(first, layout.sums() * layout.slots, 0.0);
   int64_t row = 0;
-  for (size_t c = 0; c < of_cells.size(); ++c, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
-    const int64_t slot = slots == nullptr ? static_cast<int64_t>(c) : slots[c];
+  for (int64_t c = 0; c < of_cells.cells();
+       ++c, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
+    const int64_t slot = slots == nullptr ? c : slots[c];
     double factor = counted == nullptr ? 1 : counted[c];
     if (weight != nullptr) factor *= static_cast<double>(weight[row]);
-    if (layout.centered) first[slot] += factor * of_cells[c].first;
-    second[slot] += factor * of_cells[c].second;
+    if (layout.centered) first[slot] += factor * of_cells.first()[c];
+    second[slot] += factor * of_cells.second()[c];
   }
 }
 
 /// Adds the sums of cells to the rows of bias and weight: double [2, affine_rows].
-inline void fold_affine(const std::vector<loops::Sums>& of_cells, const NormLayout& layout,
+inline void fold_affine(const CellSums& of_cells, const NormLayout& layout,
                         const at::Tensor& of_affine) {
   auto* bias = of_affine.data_ptr<double>();
   auto* weight = bias + layout.affine_rows;
   std::fill_n(bias, 2 * layout.affine_rows, 0.0);
-  for (size_t c = 0; c < of_cells.size(); ++c) {
-    bias[c % layout.affine_rows] += of_cells[c].first;
-    weight[c % layout.affine_rows] += of_cells[c].second;
+  int64_t row = 0;
+  for (int64_t c = 0; c < of_cells.cells();
+       ++c, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
+    bias[row] += of_cells.first()[c];
+    weight[row] += of_cells.second()[c];
   }
 }
 

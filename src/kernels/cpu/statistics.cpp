@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "kernels/cpu/coefficients.h"
+#include "kernels/cpu/passes.h"
 
 namespace syncnorm::kernels {
 namespace {
@@ -10,10 +11,11 @@ namespace {
 /// `factor`: of the latest value.
 void blend(const at::Tensor& running, const double* latest, double factor, double momentum) {
   const auto dense = running.contiguous();
+  const int64_t n = dense.numel();
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, dense.scalar_type(), "update_running", [&] {
         auto* values = dense.data_ptr<scalar_t>();
-        for (int64_t i = 0; i < dense.numel(); ++i)
+        for (int64_t i = 0; i < n; ++i)
           values[i] = static_cast<scalar_t>(static_cast<double>(values[i]) * (1 - momentum) +
                                             latest[i] * factor * momentum);
       });
@@ -26,10 +28,11 @@ at::Tensor finite_center(const at::Tensor& running_mean) {
   const auto dense = running_mean.contiguous();
   auto center = at::empty(dense.sizes(), at::kDouble);
   auto* to = center.data_ptr<double>();
+  const int64_t n = dense.numel();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dense.scalar_type(), "finite_center",
                                   [&] {
                                     const auto* from = dense.const_data_ptr<scalar_t>();
-                                    for (int64_t i = 0; i < dense.numel(); ++i) {
+                                    for (int64_t i = 0; i < n; ++i) {
                                       const auto value = static_cast<double>(from[i]);
                                       to[i] = std::isfinite(value) ? value : 0;
                                     }
@@ -77,13 +80,12 @@ void update_running_statistics(const at::Tensor& statistics, double count, doubl
 at::Tensor gradient_of_affine(const at::Tensor& of_affine, int64_t row,
                               const at::Tensor& parameter) {
   auto gradient = at::empty(parameter.sizes(), at::TensorOptions().dtype(parameter.scalar_type()));
-  const auto* from = of_affine.const_data_ptr<double>() + row * gradient.numel();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, gradient.scalar_type(),
-                                  "affine_gradient", [&] {
-                                    auto* to = gradient.data_ptr<scalar_t>();
-                                    for (int64_t i = 0; i < gradient.numel(); ++i)
-                                      to[i] = static_cast<scalar_t>(from[i]);
-                                  });
+  const int64_t n = gradient.numel();
+  const auto* from = of_affine.const_data_ptr<double>() + row * n;
+  passes::dispatch(gradient, [&](auto zero) {
+    using T = decltype(zero);
+    loops::of<T>(*loops::capability().tables).narrow(from, n, passes::mutable_data<T>(gradient));
+  });
   return gradient;
 }
 
