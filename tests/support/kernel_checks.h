@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -95,9 +96,14 @@ void for_every_dtype(const Case& c, c10::Device device, Check&& check) {
     }
 }
 
+/// Memory like that of `values` in which whatever is not written shows.
+inline at::Tensor unset(const at::Tensor& values) {
+  return at::full_like(values, std::numeric_limits<double>::quiet_NaN());
+}
+
 inline void check_moments(const KernelSet& set, const Data& data) {
   const NormInput input(data.x, data.layout);
-  auto ours = at::empty_like(data.sums), plain = at::empty_like(data.sums);
+  auto ours = unset(data.sums), plain = at::empty_like(data.sums);
   for (const auto& center : {data.layout.centered ? data.center : at::Tensor(), at::Tensor()}) {
     set.moments(input, data.layout, center, ours);
     reference_kernels().moments(input, data.layout, center, plain);
@@ -110,7 +116,7 @@ inline void check_moments_of_a_sum(const KernelSet& set, const Data& data) {
   NormInput sum = x, plain_sum = x;
   sum.data = x.empty_like();
   plain_sum.data = x.empty_like();
-  auto ours = at::empty_like(data.sums), plain = at::empty_like(data.sums);
+  auto ours = unset(data.sums), plain = at::empty_like(data.sums);
   set.add_and_moments(x.data, residual.data, sum, data.layout, {}, ours);
   reference_kernels().add_and_moments(x.data, residual.data, plain_sum, data.layout, {}, plain);
   EXPECT_TRUE(at::equal(sum.data, plain_sum.data));
@@ -118,7 +124,7 @@ inline void check_moments_of_a_sum(const KernelSet& set, const Data& data) {
 }
 
 inline void check_statistics(const KernelSet& set, const Data& data) {
-  auto ours = at::empty_like(data.statistics), plain = at::empty_like(data.statistics);
+  auto ours = unset(data.statistics), plain = at::empty_like(data.statistics);
   const Precision precision{1e-5, 1e-5, 4};
   const auto sums = data.sums.abs() * data.layout.count.all;
   const auto lost = [&](const KernelSet& kernels, const at::Tensor& statistics) {
@@ -172,8 +178,8 @@ inline void check_backward(const KernelSet& set, const Data& data) {
     if (variant == 4) norm.output = norm.input.match(data.residual);
     auto dy = norm.input.match(data.dy);
     if (variant == 3) dy = dy.masked_fill(near_bend(norm), 0);
-    auto slots = at::empty_like(data.sums), plain_slots = at::empty_like(data.sums);
-    auto affine = at::empty(data.layout.affine_shape(), data.sums.options());
+    auto slots = unset(data.sums), plain_slots = at::empty_like(slots);
+    auto affine = unset(at::empty(data.layout.affine_shape(), data.sums.options()));
     auto plain_affine = at::empty_like(affine);
     set.backward_sums(norm, dy, slots, affine);
     reference_kernels().backward_sums(norm, dy, plain_slots, plain_affine);
