@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests launch/run and launch/setup: the commands they form and their messages. Nothing is installed and no job is run
-# but one; tools that the scripts ask about the machine are replaced by fakes on PATH.
+# Tests launch/run and launch/setup: the commands they form and their messages. Nothing is installed, few jobs are run;
+# tools that the scripts ask about the machine are replaced by fakes on PATH.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=$(mktemp -d)
@@ -71,7 +71,7 @@ expect 0 'mpirun --oversubscribe' env SYNCNORM_CONTAINER=no "$root/launch/run" -
 # --- hosts
 printf 'a slots=2\n\n# comment\nb.example slots=2 # tail\n' >"$work/hosts"
 expect 0 "mpirun --hostfile $work/hosts .*-n 4 /" dry -n 4 --hosts "$work/hosts" ls
-expect 0 '-x OMP_NUM_THREADS -x MALLOC_MMAP_THRESHOLD_ -x MALLOC_TRIM_THRESHOLD_ -x SYNCNORM_TIMEOUT' \
+expect 0 '-x OMP_NUM_THREADS -x MALLOC_MMAP_THRESHOLD_ -x MALLOC_TRIM_THRESHOLD_ -x GLIBC_TUNABLES -x SYNCNORM_TIMEOUT' \
   env OMP_NUM_THREADS=3 SYNCNORM_TIMEOUT=9 "$root/launch/run" --dry-run -n 4 --hosts "$work/hosts" ls
 expect 1 'offers 4 slots, -n asks for 5' dry -n 5 --hosts "$work/hosts" ls
 expect 1 'no such readable file' dry -n 2 --hosts "$work/none" ls
@@ -99,9 +99,14 @@ machine 2 1000
 fake nvidia-smi 'No devices were found'
 expect 1 'nvidia-smi shows no GPU' dry -n 1 --gpus ls
 
-# --- a real job: the status is the program's
+# --- real jobs: the status is the program's, the memory settings are the user's where there are any
 rm "$work/fakes"/*
 expect 7 'exit\\ 7' "$root/launch/run" --root -n 2 bash -c 'exit 7'
+expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=1$' env -u GLIBC_TUNABLES "$root/launch/run" --root -n 1 env
+expect 0 '^GLIBC_TUNABLES=glibc.malloc.check=0:glibc.malloc.hugetlb=1$' \
+  env GLIBC_TUNABLES=glibc.malloc.check=0 "$root/launch/run" --root -n 1 env
+expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=0$' \
+  env GLIBC_TUNABLES=glibc.malloc.hugetlb=0 "$root/launch/run" --root -n 1 env
 
 # --- setup
 expect 0 'usage: launch/setup' "$root/launch/setup" --help
