@@ -34,28 +34,35 @@ INLINE auto with_gate(Gate gate, Body&& body) {
 }
 
 template <typename T>
-Sums backward_sums(const T* x, const T* dy, const T* output, int64_t n,
-                   const Coefficients<compute_t<T>>& coefficients, Gate gate, Reach reach) {
+void backward_sums(const T* x, const T* dy, const T* output, const Runs& runs,
+                   const Coefficients<const compute_t<T>*>& coefficients, Gate gate, double* first,
+                   double* second, Reach reach) {
   using A = compute_t<T>;
-  const auto k = same(coefficients);
-  return with_gate(gate, [&](auto tag) {
-    Sums sums;
-    for (int64_t start = 0; start < n; start += kBlock) {
-      const auto block = sum_vectors<A>(std::min(n - start, kBlock), [&](int64_t at, auto extent,
-                                                                         auto& first,
-                                                                         auto& second) INLINED {
-        const int64_t i = start + at;
-        const Ahead ahead = ahead_of(reach);
-        ahead.read(x + i);
-        const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent, ahead);
-        first += g;
-        second += g * affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
-      });
-      sums.first += block.first;
-      sums.second += block.second;
-    }
-    return sums;
-  });
+  const auto sum = [&](auto tag) {
+    each_run(runs, [&](int64_t run, int64_t at, int64_t cell) INLINED {
+      const auto k = same(coefficients, cell);
+      Sums sums;
+      for (int64_t start = 0; start < runs.length; start += kBlock) {
+        const int64_t begin = at + start;
+        const auto block = sum_vectors<A>(
+            std::min(runs.length - start, kBlock),
+            [&](int64_t step, auto extent, auto& of_g, auto& of_product) INLINED {
+              const int64_t i = begin + step;
+              const Ahead ahead = ahead_of(reach);
+              ahead.read(x + i);
+              const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent, ahead);
+              of_g += g;
+              of_product +=
+                  g * affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
+            });
+        sums.first += block.first;
+        sums.second += block.second;
+      }
+      first[run] = sums.first;
+      second[run] = sums.second;
+    });
+  };
+  with_gate(gate, sum);
 }
 
 template <typename T>
@@ -184,53 +191,65 @@ void narrow(const double* from, int64_t n, T* to) {
   }
 }
 
-template <typename T, typename K>
+/// Input, Residual: constants, whose gradients to write.
+template <Gate gate, typename T, typename K, typename Input, typename Residual>
 INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int64_t rows,
-                                   int64_t n, const K& k, Gate gate, T* dx, T* dresidual,
-                                   Ahead ahead) {
+                                   int64_t n, const K& k, T* dx, T* dresidual, Ahead ahead, Input,
+                                   Residual) {
   using A = compute_t<T>;
-  const auto map = [&](auto tag, auto input, auto residual) {
-    for_rows(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
-      for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
-        const auto center = k.center.at(i, extent), rstd = k.rstd.at(i, extent),
-                   a = k.a.at(i, extent), b = k.b.at(i, extent), c = k.c.at(i, extent);
-        for (int r = 0; r < together; ++r) {
-          const int64_t start = (row + r) * n;
-          const auto* out = output == nullptr ? nullptr : output + start;
-          if constexpr (decltype(input)::value || decltype(tag)::value == Gate::recompute)
-            ahead.read(x + start + i);
-          const auto g =
-              gated<decltype(tag)::value>(x + start, dy + start, out, k, i, extent, ahead);
-          if constexpr (decltype(residual)::value) {
-            put(g, dresidual + start + i, extent, ahead);
-          }
-          if constexpr (decltype(input)::value) {
-            const auto scaled = (load(x + start + i, extent) - center) * rstd;
-            put(a * g + b * scaled + c, dx + start + i, extent, ahead);
-          }
+  for_rows(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
+    for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+      const auto center = k.center.at(i, extent), rstd = k.rstd.at(i, extent),
+                 a = k.a.at(i, extent), b = k.b.at(i, extent), c = k.c.at(i, extent);
+      for (int r = 0; r < together; ++r) {
+        const int64_t start = (row + r) * n;
+        const auto* out = gate == Gate::output ? output + start : nullptr;
+        if constexpr (Input::value || gate == Gate::recompute) ahead.read(x + start + i);
+        const auto g = gated<gate>(x + start, dy + start, out, k, i, extent, ahead);
+        if constexpr (Residual::value) put(g, dresidual + start + i, extent, ahead);
+        if constexpr (Input::value) {
+          const auto scaled = (load(x + start + i, extent) - center) * rstd;
+          put(a * g + b * scaled + c, dx + start + i, extent, ahead);
         }
-      });
+      }
     });
-  };
+  });
+}
+
+/// Calls body(gate, input, residual) with constants, the last two whose gradients are wanted.
+template <typename Body>
+INLINE void with_outputs(Gate gate, bool input, bool residual, Body&& body) {
   with_gate(gate, [&](auto tag) {
-    if (dresidual == nullptr) return map(tag, std::true_type(), std::false_type());
-    dx == nullptr ? map(tag, std::false_type(), std::true_type())
-                  : map(tag, std::true_type(), std::true_type());
+    if (!residual) return body(tag, std::true_type(), std::false_type());
+    input ? body(tag, std::true_type(), std::true_type())
+          : body(tag, std::false_type(), std::true_type());
   });
 }
 
 template <typename T>
-void backward_apply(const T* x, const T* dy, const T* output, int64_t n,
-                    const Coefficients<compute_t<T>>& k, Gate gate, T* dx, T* dresidual,
+void backward_apply(const T* x, const T* dy, const T* output, const Runs& runs,
+                    const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx, T* dresidual,
                     Reach reach) {
-  backward_apply_vectors(x, dy, output, 1, n, same(k), gate, dx, dresidual, ahead_of(reach));
+  with_outputs(gate, dx != nullptr, dresidual != nullptr, [&](auto tag, auto input, auto residual) {
+    constexpr Gate passes = decltype(tag)::value;
+    each_run(runs, [&](int64_t, int64_t at, int64_t cell) INLINED {
+      const T* out = passes == Gate::output ? output + at : nullptr;
+      T* to = decltype(input)::value ? dx + at : nullptr;
+      T* to_residual = decltype(residual)::value ? dresidual + at : nullptr;
+      backward_apply_vectors<passes>(x + at, dy + at, out, 1, runs.length, same(k, cell), to,
+                                     to_residual, ahead_of(reach), input, residual);
+    });
+  });
 }
 
 template <typename T>
 void backward_apply_rows(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                          const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx, T* dresidual,
                          Reach reach) {
-  backward_apply_vectors(x, dy, output, rows, slots, each(k), gate, dx, dresidual, ahead_of(reach));
+  with_outputs(gate, dx != nullptr, dresidual != nullptr, [&](auto tag, auto input, auto residual) {
+    backward_apply_vectors<decltype(tag)::value>(x, dy, output, rows, slots, each(k), dx, dresidual,
+                                                 ahead_of(reach), input, residual);
+  });
 }
 
 template <typename T>

@@ -38,12 +38,23 @@ void take_moments(const T* x, const CellLayout& in, const NormLayout& layout,
                                reach);
           },
           loops::compute_t<T>());
-    return passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
-      const T* from = addition.apply(loops, x, at, n, reach);
-      // What was just written is near.
-      const auto from_where = addition.sum == nullptr ? reach : loops::Reach::near;
-      return layout.centered ? loops.moments(from, n, centers[cell], from_where)
-                             : loops.squares(from, n, from_where);
+    const auto sum = [&](const T* from, const loops::Runs& runs, double* first, double* second,
+                         loops::Reach where) {
+      layout.centered ? loops.moments(from, runs, centers, first, second, where)
+                      : loops.squares(from, runs, second, where);
+    };
+    if (addition.sum == nullptr)
+      return passes::sum_runs(in, [&](int64_t at, const auto& runs, double* first, double* second) {
+        sum(x + at, runs, first, second, reach);
+      });
+    return passes::sum_runs(in, [&](int64_t at, auto runs, double* first, double* second) {
+      // One after the other: what was just written is near.
+      for (int64_t left = runs.count; left > 0; --left, at += runs.length, ++first, ++second) {
+        runs.count = 1;
+        loops.add(x + at, addition.residual + at, runs.length, addition.sum + at, reach);
+        sum(addition.sum + at, runs, first, second, loops::Reach::near);
+        if (++runs.cell == runs.cells) runs.cell = 0;
+      }
     });
   };
   passes::fold(sum_cells(), layout, layout.share, static_cast<double*>(nullptr), sums);
@@ -83,8 +94,9 @@ void backward_sums_by_cell(const Norm& norm, const at::Tensor& dy, const at::Ten
                                      k.arrays(), gate, first, second, scratch, reach);
           },
           A());
-    return passes::sum_runs(in, [&](int64_t at, int64_t n, int64_t cell) {
-      return loops.backward_sums(x + at, g + at, passes::advance(out, at), n, k[cell], gate, reach);
+    return passes::sum_runs(in, [&](int64_t at, const auto& runs, double* first, double* second) {
+      loops.backward_sums(x + at, g + at, passes::advance(out, at), runs, k.arrays(), gate, first,
+                          second, reach);
     });
   };
   const auto of_cells = sum_cells();
@@ -104,7 +116,7 @@ void apply_norm(const Norm& norm, const at::Tensor& y) {
   const auto reach = passes::reach_of<T>(in);
   if (norm.layout.by_column) {
     const Values<A> weight(norm.weight), bias(norm.bias);
-    passes::for_runs(in, [&](int64_t at, int64_t cell) {
+    passes::for_cells(in, [&](int64_t at, int64_t cell) {
       const int64_t column = cell % norm.layout.affine_rows * in.inner;
       loops.apply_columns(x + at, in.inner, k[cell], passes::advance(weight.data(), column),
                           passes::advance(bias.data(), column), to + at, reach);
@@ -115,8 +127,8 @@ void apply_norm(const Norm& norm, const at::Tensor& y) {
                        to + at, reach);
     });
   } else {
-    passes::for_runs(in, [&](int64_t at, int64_t cell) {
-      loops.apply(x + at, passes::advance(residual, at), in.inner, k[cell], norm.relu, to + at,
+    passes::for_runs(in, [&](int64_t at, const loops::Runs& runs) {
+      loops.apply(x + at, passes::advance(residual, at), runs, k.arrays(), norm.relu, to + at,
                   reach);
     });
   }
@@ -139,7 +151,7 @@ void apply_backward(const Norm& norm, const at::Tensor& dy, const at::Tensor& su
   const auto reach = passes::reach_of<T>(in);
   if (norm.layout.by_column) {
     const Values<A> weight(norm.weight);
-    passes::for_runs(in, [&](int64_t at, int64_t cell) {
+    passes::for_cells(in, [&](int64_t at, int64_t cell) {
       const int64_t column = cell % norm.layout.affine_rows * in.inner;
       loops.backward_apply_columns(x + at, g + at, in.inner, k[cell],
                                    passes::advance(weight.data(), column),
@@ -152,8 +164,8 @@ void apply_backward(const Norm& norm, const at::Tensor& dy, const at::Tensor& su
                                 passes::advance(dresidual, at), reach);
     });
   } else {
-    passes::for_runs(in, [&](int64_t at, int64_t cell) {
-      loops.backward_apply(x + at, g + at, passes::advance(out, at), in.inner, k[cell], gate,
+    passes::for_runs(in, [&](int64_t at, const loops::Runs& runs) {
+      loops.backward_apply(x + at, g + at, passes::advance(out, at), runs, k.arrays(), gate,
                            passes::advance(dx, at), passes::advance(dresidual, at), reach);
     });
   }

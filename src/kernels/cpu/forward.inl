@@ -12,34 +12,47 @@ INLINE V affine(V x, V center, V scale, V offset) {
   return (x - center) * scale + offset;
 }
 
-template <typename T, typename K>
-INLINE void apply_vectors(const T* x, const T* residual, int64_t rows, int64_t n, const K& k,
-                          bool relu, T* y, Ahead ahead) {
+/// Add, Rectify: constants.
+template <typename T, typename K, typename Add, typename Rectify>
+INLINE void apply_vectors(const T* x, const T* residual, int64_t rows, int64_t n, const K& k, T* y,
+                          Ahead ahead, Add, Rectify) {
   using A = compute_t<T>;
-  const auto map = [&](auto add, auto rectify) {
-    for_rows(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
-      for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
-        const auto center = k.center.at(i, extent), scale = k.scale.at(i, extent),
-                   offset = k.offset.at(i, extent);
-        for (int r = 0; r < together; ++r) {
-          const int64_t at = (row + r) * n + i;
-          ahead.read(x + at);
-          auto v = affine(load(x + at, extent), center, scale, offset);
-          if constexpr (decltype(add)::value) {
-            ahead.read(residual + at);
-            v += load(residual + at, extent);
-          }
-          if constexpr (decltype(rectify)::value) v = rectified(v);
-          put(v, y + at, extent, ahead);
+  for_rows(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
+    for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+      const auto center = k.center.at(i, extent), scale = k.scale.at(i, extent),
+                 offset = k.offset.at(i, extent);
+      for (int r = 0; r < together; ++r) {
+        const int64_t at = (row + r) * n + i;
+        ahead.read(x + at);
+        auto v = affine(load(x + at, extent), center, scale, offset);
+        if constexpr (Add::value) {
+          ahead.read(residual + at);
+          v += load(residual + at, extent);
         }
-      });
+        if constexpr (Rectify::value) v = rectified(v);
+        put(v, y + at, extent, ahead);
+      }
     });
-  };
-  if (residual != nullptr) {
-    relu ? map(std::true_type(), std::true_type()) : map(std::true_type(), std::false_type());
+  });
+}
+
+/// Calls body(add, rectify) with constants.
+template <typename Body>
+INLINE void with_forms(bool add, bool rectify, Body&& body) {
+  if (add) {
+    rectify ? body(std::true_type(), std::true_type()) : body(std::true_type(), std::false_type());
   } else {
-    relu ? map(std::false_type(), std::true_type()) : map(std::false_type(), std::false_type());
+    rectify ? body(std::false_type(), std::true_type())
+            : body(std::false_type(), std::false_type());
   }
+}
+
+/// Coefficients of one cell.
+template <typename A>
+INLINE Coefficients<Same<A>> same(const Coefficients<const A*>& k, int64_t cell) {
+  return {Same<A>(k.center[cell]), Same<A>(k.rstd[cell]),   Same<A>(k.shift[cell]),
+          Same<A>(k.scale[cell]),  Same<A>(k.offset[cell]), Same<A>(k.a[cell]),
+          Same<A>(k.b[cell]),      Same<A>(k.c[cell])};
 }
 
 template <typename A>
@@ -54,15 +67,23 @@ Coefficients<Each<A>> each(const Coefficients<const A*>& k) {
 }
 
 template <typename T>
-void apply(const T* x, const T* residual, int64_t n, const Coefficients<compute_t<T>>& k, bool relu,
-           T* y, Reach reach) {
-  apply_vectors(x, residual, 1, n, same(k), relu, y, ahead_of(reach));
+void apply(const T* x, const T* residual, const Runs& runs,
+           const Coefficients<const compute_t<T>*>& k, bool relu, T* y, Reach reach) {
+  with_forms(residual != nullptr, relu, [&](auto add, auto rectify) {
+    each_run(runs, [&](int64_t, int64_t at, int64_t cell) INLINED {
+      const T* to_add = decltype(add)::value ? residual + at : nullptr;
+      apply_vectors(x + at, to_add, 1, runs.length, same(k, cell), y + at, ahead_of(reach), add,
+                    rectify);
+    });
+  });
 }
 
 template <typename T>
 void apply_rows(const T* x, const T* residual, int64_t rows, int64_t slots,
                 const Coefficients<const compute_t<T>*>& k, bool relu, T* y, Reach reach) {
-  apply_vectors(x, residual, rows, slots, each(k), relu, y, ahead_of(reach));
+  with_forms(residual != nullptr, relu, [&](auto add, auto rectify) {
+    apply_vectors(x, residual, rows, slots, each(k), y, ahead_of(reach), add, rectify);
+  });
 }
 
 template <typename T>

@@ -45,6 +45,15 @@ struct Coefficients {
   V center, rstd, shift, scale, offset, a, b, c;
 };
 
+/// Consecutive runs of `length` values. The first belongs to `cell`; the `cells` cells take turns.
+/// Loops take many at once, since starting one costs as much as a hundred values.
+struct Runs {
+  int64_t count;
+  int64_t length;
+  int64_t cell;
+  int64_t cells;
+};
+
 /// Which elements' gradients a ReLU lets through: all; those whose output, computed again, is
 /// positive; those whose given output is positive.
 enum class Gate : uint8_t { open, recompute, output };
@@ -77,28 +86,32 @@ template <typename T>
 struct Loops {
   using A = compute_t<T>;
 
-  /// sum(x - center), sum((x - center)^2) of one run. They are taken about `center` or, where a
-  /// block lies far off it, about the block's own mean, and moved in double.
-  Sums (*moments)(const T* x, int64_t n, double center, Reach reach);
-  /// 0, sum(x^2).
-  Sums (*squares)(const T* x, int64_t n, Reach reach);
+  /// sum(x - center), sum((x - center)^2) of every run, to first, second [count]; a center for each
+  /// cell. They are taken about the center or, where a block lies far off it, about the block's own
+  /// mean, and moved in double.
+  void (*moments)(const T* x, const Runs& runs, const double* center, double* first, double* second,
+                  Reach reach);
+  /// sum(x^2) of every run.
+  void (*squares)(const T* x, const Runs& runs, double* sums, Reach reach);
   /// The same as `moments` for slots side by side: [rows, slots] added into first, second [slots].
   /// `scratch`: [4, padded(slots)].
   void (*moments_rows)(const T* x, int64_t rows, int64_t slots, const double* center, double* first,
                        double* second, A* scratch, Reach reach);
 
   /// y = activation((x - center)*scale + offset + residual); residual may be null.
-  void (*apply)(const T* x, const T* residual, int64_t n, const Coefficients<A>& k, bool relu, T* y,
-                Reach reach);
+  void (*apply)(const T* x, const T* residual, const Runs& runs, const Coefficients<const A*>& k,
+                bool relu, T* y, Reach reach);
   void (*apply_rows)(const T* x, const T* residual, int64_t rows, int64_t slots,
                      const Coefficients<const A*>& k, bool relu, T* y, Reach reach);
   /// y = xhat*weight + bias by column; bias, or both, may be null.
   void (*apply_columns)(const T* x, int64_t n, const Coefficients<A>& k, const A* weight,
                         const A* bias, T* y, Reach reach);
 
-  /// sum(g), sum(g*xhat) of one run, g the gradient that passes `gate`; `output` for Gate::output.
-  Sums (*backward_sums)(const T* x, const T* dy, const T* output, int64_t n,
-                        const Coefficients<A>& k, Gate gate, Reach reach);
+  /// sum(g), sum(g*xhat) of every run, to first, second [count], g the gradient that passes `gate`;
+  /// `output` for Gate::output.
+  void (*backward_sums)(const T* x, const T* dy, const T* output, const Runs& runs,
+                        const Coefficients<const A*>& k, Gate gate, double* first, double* second,
+                        Reach reach);
   /// The same for slots side by side, added into first, second [slots]; `scratch`: [2,
   /// padded(slots)].
   void (*backward_sums_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
@@ -112,8 +125,9 @@ struct Loops {
                                 Sums* sums, Reach reach);
 
   /// dx = a*g + b*((x - center)*rstd) + c; dresidual = g; either may be null.
-  void (*backward_apply)(const T* x, const T* dy, const T* output, int64_t n,
-                         const Coefficients<A>& k, Gate gate, T* dx, T* dresidual, Reach reach);
+  void (*backward_apply)(const T* x, const T* dy, const T* output, const Runs& runs,
+                         const Coefficients<const A*>& k, Gate gate, T* dx, T* dresidual,
+                         Reach reach);
   void (*backward_apply_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                               const Coefficients<const A*>& k, Gate gate, T* dx, T* dresidual,
                               Reach reach);

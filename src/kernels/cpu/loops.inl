@@ -13,7 +13,8 @@
 #include "kernels/cpu/loops.h"
 
 #define INLINE __attribute__((always_inline)) inline
-#define INLINED __attribute__((always_inline))  // for lambdas
+#define INLINED __attribute__((always_inline))   // for lambdas
+#define OUTLINE __attribute__((noinline, cold))  // for what is rare
 
 namespace syncnorm::kernels::loops::SYNCNORM_CAPABILITY {
 namespace {

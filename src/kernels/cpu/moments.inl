@@ -91,12 +91,18 @@ INLINE auto far_off(V sum, V squared, N n) {
   return sum * sum > V(0.875F) * squared * n;
 }
 
-/// The sums of a block, moved to `center`. They are taken about `near`; a block that lies far off
-/// moves it to where its own mean is, also for those that follow.
+/// Whether the sums of a block about some value lack digits or left the range of A.
+template <typename A>
+INLINE bool flawed(Sums sums, int64_t n) {
+  return far_off(sums.first, sums.second, double(n)) || too_large<A>(sums.second) ||
+         too_small<A>(sums.second, n);
+}
+
+/// The flawed `sums` of a block about `near`, taken better, and moved to `center`. A block that
+/// lies far off moves `near` to where its own mean is, also for those that follow.
 template <typename T>
-Sums moments_of_block(const T* x, int64_t n, compute_t<T>* near, double center, Ahead ahead) {
+OUTLINE Sums mended(Sums sums, const T* x, int64_t n, compute_t<T>* near, double center) {
   using A = compute_t<T>;
-  auto sums = moments_about<false>(x, n, *near, ahead);
   if (far_off(sums.first, sums.second, double(n)) && !too_large<A>(sums.second)) {
     *near += A(sums.first / double(n));
     sums = moments_about<false>(x, n, *near, {false});
@@ -111,38 +117,53 @@ Sums moments_of_block(const T* x, int64_t n, compute_t<T>* near, double center, 
 }
 
 template <typename T>
-Sums moments(const T* x, int64_t n, double center, Reach reach) {
-  Sums sums;
-  auto near = compute_t<T>(center);
-  for (; n > 0; x += kBlock, n -= kBlock) {
-    const auto block = moments_of_block(x, std::min(n, kBlock), &near, center, ahead_of(reach));
-    sums.first += block.first;
-    sums.second += block.second;
-  }
-  return sums;
+void moments(const T* x, const Runs& runs, const double* center, double* first, double* second,
+             Reach reach) {
+  using A = compute_t<T>;
+  const Ahead ahead = ahead_of(reach);
+  each_run(runs, [&](int64_t run, int64_t at, int64_t cell) INLINED {
+    Sums sums;
+    auto near = A(center[cell]);
+    for (int64_t start = 0; start < runs.length; start += kBlock) {
+      const T* from = x + at + start;
+      const int64_t n = std::min(runs.length - start, kBlock);
+      auto block = moments_about<false>(from, n, near, ahead);
+      block = flawed<A>(block, n) ? mended(block, from, n, &near, center[cell])
+                                  : moved(block, double(n), double(near) - center[cell]);
+      sums.first += block.first;
+      sums.second += block.second;
+    }
+    first[run] = sums.first;
+    second[run] = sums.second;
+  });
 }
 
 template <typename T>
-Sums squares(const T* x, int64_t n, Reach reach) {
+void squares(const T* x, const Runs& runs, double* sums, Reach reach) {
   using A = compute_t<T>;
-  Sums sums;
-  for (; n > 0; x += kBlock, n -= kBlock) {
-    const int64_t m = std::min(n, kBlock);
-    const auto block = apart(ahead_of(reach), [&](auto far) INLINED {
-      return sum_vectors<A>(m, [&](int64_t i, auto extent, auto&, auto& second) INLINED {
-        Ahead{far}.read(x + i);
-        const auto v = load(x + i, extent);
+  const auto of_block = [&](const T* from, int64_t n) INLINED {
+    return apart(ahead_of(reach), [&](auto far) INLINED {
+      return sum_vectors<A>(n, [&](int64_t i, auto extent, auto&, auto& second) INLINED {
+        Ahead{far}.read(from + i);
+        const auto v = load(from + i, extent);
         second += v * v;
       });
     });
-    const auto outside = [&] {
-      A about = 0;
-      return moments_of_block(x, m, &about, 0, {false}).second;
-    };
-    sums.second +=
-        too_large<A>(block.second) || too_small<A>(block.second, m) ? outside() : block.second;
-  }
-  return sums;
+  };
+  each_run(runs, [&](int64_t run, int64_t at, int64_t) INLINED {
+    double sum = 0;
+    for (int64_t start = 0; start < runs.length; start += kBlock) {
+      const T* from = x + at + start;
+      const int64_t n = std::min(runs.length - start, kBlock);
+      double block = of_block(from, n).second;
+      if (too_large<A>(block) || too_small<A>(block, n)) {
+        A about = 0;
+        block = mended(moments_about<false>(from, n, about, {false}), from, n, &about, 0).second;
+      }
+      sum += block;
+    }
+    sums[run] = sum;
+  });
 }
 
 /// Rows whose values are added to the sums of slots before those are stored.

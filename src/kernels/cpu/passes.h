@@ -76,30 +76,12 @@ loops::Reach reach_of(const CellLayout& layout) {
   return bytes > loops::kCachedBytes && whole_lines ? loops::Reach::past : loops::Reach::far;
 }
 
-/// x + residual, written to `sum` as it is read; or nothing to add.
+/// x + residual to be written to `sum`; or nothing to add.
 template <typename T>
 struct Addition {
   const T* residual = nullptr;
   T* sum = nullptr;
-
-  /// Where to read elements [at, at + n) of the sum, of x where there is nothing to add.
-  const T* apply(const loops::Loops<T>& loops, const T* x, int64_t at, int64_t n,
-                 loops::Reach reach) const {
-    if (sum == nullptr) return x + at;
-    loops.add(x + at, residual + at, n, sum + at, reach);
-    return sum + at;
-  }
 };
-
-/// Calls body(run, cell) for the runs [begin, end) of slots that take turns.
-template <typename Body>
-void each_run(const CellLayout& layout, int64_t begin, int64_t end, Body&& body) {
-  int64_t cell = begin % layout.cells;
-  for (int64_t run = begin; run < end; ++run) {
-    body(run, cell);
-    if (++cell == layout.cells) cell = 0;
-  }
-}
 
 /// Two sums of every cell: [2, cells].
 class CellSums {
@@ -117,41 +99,47 @@ class CellSums {
   double* second() { return values_.data() + cells_; }
   const double* first() const { return values_.data(); }
   const double* second() const { return values_.data() + cells_; }
-  void set(int64_t cell, loops::Sums sums) {
-    first()[cell] = sums.first;
-    second()[cell] = sums.second;
-  }
 
  private:
   int64_t cells_;
   std::vector<double> values_;
 };
 
-/// Adds sum(offset, length, cell) of every run to its cell, in order; long runs in pieces.
+/// The runs [begin, end).
+inline loops::Runs runs_of(const CellLayout& layout, int64_t begin, int64_t end) {
+  return {end - begin, layout.inner, layout.cells == 0 ? 0 : begin % layout.cells, layout.cells};
+}
+
+/// Adds what sum(offset, runs, first, second) finds for every run to its cell, in order; long runs
+/// in pieces.
 template <typename Sum>
 CellSums sum_runs(const CellLayout& layout, Sum&& sum) {
   const int64_t pieces = std::max<int64_t>(1, pieces_of(layout.inner, kPiece));
-  // As many cells as there are pieces of them, next to each other.
-  const CellLayout cut{layout.outer, layout.cells * pieces, std::min(layout.inner, kPiece)};
-  const int64_t runs = cut.outer * cut.cells;
-  CellSums partial(runs);
-  at::parallel_for(0, runs, grain_of_runs(cut.inner), [&](int64_t begin, int64_t end) {
-    each_run(cut, begin, end, [&](int64_t run, int64_t piece) {
-      const int64_t cell = pieces == 1 ? piece : piece / pieces;
-      const int64_t start = (piece - cell * pieces) * kPiece;
-      const int64_t whole = pieces == 1 ? run : run / pieces;
-      partial.set(run,
-                  sum(whole * layout.inner + start, std::min(kPiece, layout.inner - start), cell));
+  const int64_t runs = layout.outer * layout.cells;
+  CellSums partial(runs * pieces);
+  auto *first = partial.first(), *second = partial.second();
+  if (pieces == 1) {
+    at::parallel_for(0, runs, grain_of_runs(layout.inner), [&](int64_t begin, int64_t end) {
+      sum(begin * layout.inner, runs_of(layout, begin, end), first + begin, second + begin);
     });
-  });
-  if (layout.outer == 1 && pieces == 1) return partial;
+    if (layout.outer == 1) return partial;
+  } else {
+    at::parallel_for(0, runs * pieces, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p) {
+        const int64_t run = p / pieces, start = (p - run * pieces) * kPiece;
+        auto one = runs_of(layout, run, run + 1);
+        one.length = std::min(kPiece, layout.inner - start);
+        sum(run * layout.inner + start, one, first + p, second + p);
+      }
+    });
+  }
   CellSums of_cells(layout.cells);
   int64_t next = 0;
   for (int64_t o = 0; o < layout.outer; ++o)
     for (int64_t c = 0; c < layout.cells; ++c)
       for (int64_t p = 0; p < pieces; ++p, ++next) {
-        of_cells.first()[c] += partial.first()[next];
-        of_cells.second()[c] += partial.second()[next];
+        of_cells.first()[c] += first[next];
+        of_cells.second()[c] += second[next];
       }
   return of_cells;
 }
@@ -218,7 +206,10 @@ CellSums sum_columns(const T* x, const T* dy, const NormLayout& layout,
           const int64_t at = (start * rows + row) * inner;
           loops.backward_sums_columns(x + at, dy + at, count, inner, width, k,
                                       advance(weight, row * inner), dweight, dbias, sums, reach);
-          for (int64_t r = 0; r < count; ++r) of_cells.set((start + r) * rows + row, sums[r]);
+          for (int64_t r = 0; r < count; ++r) {
+            of_cells.first()[(start + r) * rows + row] = sums[r].first;
+            of_cells.second()[(start + r) * rows + row] = sums[r].second;
+          }
           if (!wanted) continue;
           auto* const to = sums_of(p) + row * inner;
           const bool add = start > p * each;
@@ -279,15 +270,23 @@ inline void publish() {
 #endif
 }
 
-/// Calls body(offset, cell) for every run.
+/// Calls body(offset, runs) for all runs.
 template <typename Body>
 void for_runs(const CellLayout& layout, Body&& body) {
   at::parallel_for(0, layout.outer * layout.cells, grain_of_runs(layout.inner),
                    [&](int64_t begin, int64_t end) {
-                     each_run(layout, begin, end,
-                              [&](int64_t run, int64_t cell) { body(run * layout.inner, cell); });
+                     body(begin * layout.inner, runs_of(layout, begin, end));
                      publish();
                    });
+}
+
+/// Calls body(offset, cell) for every run of cells that come once.
+template <typename Body>
+void for_cells(const CellLayout& layout, Body&& body) {
+  at::parallel_for(0, layout.cells, grain_of_runs(layout.inner), [&](int64_t begin, int64_t end) {
+    for (int64_t cell = begin; cell < end; ++cell) body(cell * layout.inner, cell);
+    publish();
+  });
 }
 
 /// Calls body(offset, rows) for pieces of rows.

@@ -189,6 +189,16 @@ INLINE auto apart(Ahead ahead, Body&& body) {
   return ahead.far ? body(std::true_type()) : body(std::false_type());
 }
 
+/// Calls body(run, where its values begin, cell) for every run.
+template <typename Body>
+INLINE void each_run(const Runs& runs, Body&& body) {
+  int64_t cell = runs.cell;
+  for (int64_t run = 0; run < runs.count; ++run) {
+    body(run, run * runs.length, cell);
+    if (++cell == runs.cells) cell = 0;
+  }
+}
+
 /// Rows whose elements are taken together.
 constexpr int kRowsTogether = 4;
 
