@@ -16,15 +16,21 @@ enum HeaderWord : int64_t { kCount, kWanting, kHeaderWords };
 uint64_t hash_of(const at::Tensor& values) {
   const auto host = (values.is_cpu() ? values : values.cpu()).contiguous();
   const auto* data = host.const_data_ptr<double>();
-  uint64_t hash = 0x9e3779b97f4a7c15u;
-  for (int64_t i = 0; i < host.numel(); ++i) {
+  const int64_t n = host.numel();
+  const auto mix = [](uint64_t hash, uint64_t bits) {
+    hash = (hash ^ bits) * 0x2545f4914f6cdd1du;
+    return hash ^ (hash >> 29);
+  };
+  // Several side by side, since each step waits for the multiplication of the one before.
+  constexpr int kLanes = 4;
+  uint64_t lanes[kLanes] = {0x9e3779b97f4a7c15u, 1, 2, 3};
+  for (int64_t i = 0; i < n; ++i) {
     uint64_t bits = 0;
     const double value = data[i] == 0 ? 0.0 : data[i];  // one zero, whatever its sign
     std::memcpy(&bits, &value, sizeof bits);
-    hash = (hash ^ bits) * 0x2545f4914f6cdd1du;
-    hash ^= hash >> 29;
+    lanes[i % kLanes] = mix(lanes[i % kLanes], bits);
   }
-  return hash;
+  return mix(mix(lanes[0], lanes[1]), mix(lanes[2], lanes[3]));
 }
 
 void describe(const MomentsRequest& request, Signature& signature) {

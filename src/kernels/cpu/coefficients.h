@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "kernels/cpu/lines.h"
 #include "kernels/kernels.h"
@@ -37,6 +38,7 @@ class Counts {
   explicit Counts(const SlotCount& count)
       : all_(std::max(count.all, 1.0)),
         each_(count.each.defined() ? count.each.const_data_ptr<double>() : nullptr) {}
+  bool alike() const { return each_ == nullptr; }
   double operator[](int64_t slot) const {
     return each_ == nullptr ? all_ : std::max(each_[slot], 1.0);
   }
@@ -46,33 +48,53 @@ class Counts {
   const double* each_;
 };
 
+/// A value for each cell: those given where there is one for each, spread otherwise.
+template <typename V>
+class OfCells {
+ public:
+  OfCells() = default;
+  explicit OfCells(const V* values) : data_(values) {}
+  /// of(cell) for each of `cells`.
+  template <typename Of>
+  OfCells(int64_t cells, Of&& of) : spread_(cells), data_(spread_.data()) {
+    for (int64_t c = 0; c < cells; ++c) spread_[c] = of(c);
+  }
+  OfCells(OfCells&&) = default;  // what a vector holds stays where it is
+  OfCells& operator=(OfCells&&) = default;
+  const V* data() const { return data_; }
+
+ private:
+  std::vector<V> spread_;
+  const V* data_ = nullptr;
+};
+
 /// The coefficients of every cell, see loops::Coefficients. With a weight by column, scale and
 /// offset are without it.
 template <typename A>
 class CellCoefficients {
  public:
   /// Those of the forward; a, b, c are zero.
-  explicit CellCoefficients(const Norm& norm) : values_(kRows, norm.layout.cells.cells) {
-    fill(norm, [&](int64_t cell, int64_t, double, double, double) {
-      at(kA)[cell] = at(kB)[cell] = at(kC)[cell] = 0;
-    });
+  explicit CellCoefficients(const Norm& norm) : CellCoefficients(norm, 0) {
+    for (const auto row : {kA, kB, kC}) std::fill_n(at(row), cells_, A(0));
   }
 
   /// All, for the ranks' `sums` of the backward.
   CellCoefficients(const Norm& norm, const at::Tensor& sums, const SlotCount& count)
-      : values_(kRows, norm.layout.cells.cells) {
+      : CellCoefficients(norm, 0) {
     const auto& layout = norm.layout;
-    const auto* first = sums.const_data_ptr<double>();
-    const auto* second = first + (layout.sums() - 1) * layout.slots;
-    const auto* share = layout.share.defined() ? layout.share.const_data_ptr<double>() : nullptr;
+    const auto* of_slots = sums.const_data_ptr<double>();
+    const auto first = layout.centered ? of_cells(of_slots) : OfCells<double>();
+    const auto second = of_cells(of_slots + (layout.sums() - 1) * layout.slots);
     const Counts counts(count);
-    fill(norm, [&](int64_t cell, int64_t slot, double rstd, double shift, double scale) {
-      const double correction = (share == nullptr ? rstd : rstd * share[cell]) / counts[slot];
-      const double b = -correction * second[slot];
-      at(kA)[cell] = static_cast<A>(scale);
-      at(kB)[cell] = static_cast<A>(b);
-      at(kC)[cell] = static_cast<A>(b * shift - (layout.centered ? correction * first[slot] : 0));
-    });
+    const auto* share = layout.share.defined() ? layout.share.const_data_ptr<double>() : nullptr;
+    OfCells<double> shares(share);
+    if (!counts.alike())
+      shares = OfCells<double>(cells_, [&](int64_t c) {
+        return (share == nullptr ? 1 : share[c]) / counts[slots_ == nullptr ? c : slots_[c]];
+      });
+    loops_.backward_coefficients(mean_.data(), rstd_.data(), first.data(), second.data(),
+                                 shares.data(), counts.alike() ? 1 / counts[0] : 1, cells_,
+                                 mutable_arrays());
   }
 
   loops::Coefficients<A> operator[](int64_t cell) const {
@@ -86,35 +108,43 @@ class CellCoefficients {
  private:
   enum Row : int64_t { kCenter, kRstd, kShift, kScale, kOffset, kA, kB, kC, kRows };
 
-  A* at(int64_t row) { return values_.row(row); }
-  const A* at(int64_t row) const { return values_.row(row); }
-
-  template <typename More>
-  void fill(const Norm& norm, More&& more) {
-    const auto& layout = norm.layout;
-    const auto* mean = norm.statistics.const_data_ptr<double>();
-    const auto* rstd = mean + kernels::kRstd * layout.slots;
-    const auto* slots = slot_map(layout);
-    const Values<A> weights(layout.by_column ? at::Tensor() : norm.weight);
-    const Values<A> biases(layout.by_column ? at::Tensor() : norm.bias);
-    const A *weight = weights.data(), *bias = biases.data();
-    int64_t row = 0;
-    for (int64_t cell = 0; cell < layout.cells.cells;
-         ++cell, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
-      const int64_t slot = slots == nullptr ? cell : slots[cell];
-      const auto center = static_cast<A>(mean[slot]);
-      const double shift = (static_cast<double>(center) - mean[slot]) * rstd[slot];
-      const double w = weight == nullptr ? 1 : static_cast<double>(weight[row]);
-      at(kCenter)[cell] = center;
-      at(kRstd)[cell] = static_cast<A>(rstd[slot]);
-      at(kShift)[cell] = static_cast<A>(shift);
-      at(kScale)[cell] = static_cast<A>(rstd[slot] * w);
-      at(kOffset)[cell] =
-          static_cast<A>(shift * w + (bias == nullptr ? 0 : static_cast<double>(bias[row])));
-      more(cell, slot, rstd[slot], shift, rstd[slot] * w);
-    }
+  /// Without a, b, c.
+  CellCoefficients(const Norm& norm, int)
+      : loops_(loops::of<A>(*loops::capability().tables)),
+        cells_(norm.layout.cells.cells),
+        slots_(slot_map(norm.layout)),
+        mean_(of_cells(norm.statistics.const_data_ptr<double>())),
+        rstd_(of_cells(norm.statistics.const_data_ptr<double>() +
+                       kernels::kRstd * norm.layout.slots)),
+        values_(kRows, cells_) {
+    const bool by_column = norm.layout.by_column;
+    const Values<A> weights(by_column ? at::Tensor() : norm.weight);
+    const Values<A> biases(by_column ? at::Tensor() : norm.bias);
+    const auto weight = of_rows(weights.data(), norm.layout.affine_rows);
+    const auto bias = of_rows(biases.data(), norm.layout.affine_rows);
+    loops_.coefficients(mean_.data(), rstd_.data(), weight.data(), bias.data(), cells_,
+                        mutable_arrays());
   }
 
+  OfCells<double> of_cells(const double* of_slots) const {
+    if (slots_ == nullptr) return OfCells<double>(of_slots);
+    return {cells_, [&](int64_t c) { return of_slots[slots_[c]]; }};
+  }
+  OfCells<A> of_rows(const A* values, int64_t rows) const {
+    if (values == nullptr || rows == cells_) return OfCells<A>(values);
+    return {cells_, [&](int64_t c) { return values[c % rows]; }};
+  }
+
+  A* at(int64_t row) { return values_.row(row); }
+  const A* at(int64_t row) const { return values_.row(row); }
+  loops::Coefficients<A*> mutable_arrays() {
+    return {at(kCenter), at(kRstd), at(kShift), at(kScale), at(kOffset), at(kA), at(kB), at(kC)};
+  }
+
+  const loops::Loops<A>& loops_;
+  int64_t cells_;
+  const int64_t* slots_;
+  OfCells<double> mean_, rstd_;
   Lines<A> values_;
 };
 

@@ -140,6 +140,15 @@ struct Loops {
   /// to = from, rounded.
   void (*narrow)(const double* from, int64_t n, T* to);
 
+  /// center, rstd, shift, scale and offset of n cells; weight, bias or both may be null.
+  void (*coefficients)(const double* mean, const double* rstd, const A* weight, const A* bias,
+                       int64_t n, const Coefficients<A*>& k);
+  /// Then a, b and c: first, second are the sums of the gradient, `all`, times `share`, what one
+  /// value counts in the mean. `first`, unless centered, and `share` may be null.
+  void (*backward_coefficients)(const double* mean, const double* rstd, const double* first,
+                                const double* second, const double* share, double all, int64_t n,
+                                const Coefficients<A*>& k);
+
   /// sum = x + residual, rounded to T.
   void (*add)(const T* x, const T* residual, int64_t n, T* sum, Reach reach);
 };

@@ -25,6 +25,7 @@ namespace {
 #include "kernels/cpu/moments.inl"
 #include "kernels/cpu/forward.inl"
 #include "kernels/cpu/backward.inl"
+#include "kernels/cpu/coefficients.inl"
 // clang-format on
 
 template <typename T>
@@ -43,6 +44,8 @@ constexpr Loops<T> table() {
           backward_apply_columns<T>,
           widen<compute_t<T>>,
           narrow<T>,
+          coefficients<compute_t<T>>,
+          backward_coefficients<compute_t<T>>,
           add<T>};
 }
 

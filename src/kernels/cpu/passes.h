@@ -233,14 +233,24 @@ CellSums sum_columns(const T* x, const T* dy, const NormLayout& layout,
 template <typename A>
 void fold(const CellSums& of_cells, const NormLayout& layout, const at::Tensor& share,
           const A* weight, const at::Tensor& of_slots) {
+  const int64_t cells = of_cells.cells(), rows = layout.affine_rows;
   auto* first = of_slots.data_ptr<double>();
   auto* second = first + (layout.sums() - 1) * layout.slots;
   const auto* slots = slot_map(layout);
   const auto* counted = share.defined() ? share.const_data_ptr<double>() : nullptr;
+  // A rank without cells has slots nevertheless, and an empty map is null.
+  if (slots == nullptr && counted == nullptr && cells == layout.slots &&
+      (weight == nullptr || rows == cells)) {
+    const auto set = [&](const double* from, double* to) {
+      if (weight == nullptr) return void(std::copy_n(from, cells, to));
+      for (int64_t c = 0; c < cells; ++c) to[c] = static_cast<double>(weight[c]) * from[c];
+    };
+    if (layout.centered) set(of_cells.first(), first);
+    return set(of_cells.second(), second);
+  }
   std::fill_n(first, layout.sums() * layout.slots, 0.0);
   int64_t row = 0;
-  for (int64_t c = 0; c < of_cells.cells();
-       ++c, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
+  for (int64_t c = 0; c < cells; ++c, row = row + 1 == rows ? 0 : row + 1) {
     const int64_t slot = slots == nullptr ? c : slots[c];
     double factor = counted == nullptr ? 1 : counted[c];
     if (weight != nullptr) factor *= static_cast<double>(weight[row]);
@@ -252,12 +262,17 @@ void fold(const CellSums& of_cells, const NormLayout& layout, const at::Tensor& 
 /// Adds the sums of cells to the rows of bias and weight: double [2, affine_rows].
 inline void fold_affine(const CellSums& of_cells, const NormLayout& layout,
                         const at::Tensor& of_affine) {
+  const int64_t cells = of_cells.cells(), rows = layout.affine_rows;
   auto* bias = of_affine.data_ptr<double>();
-  auto* weight = bias + layout.affine_rows;
-  std::fill_n(bias, 2 * layout.affine_rows, 0.0);
+  auto* weight = bias + rows;
+  if (rows == cells) {
+    std::copy_n(of_cells.first(), cells, bias);
+    std::copy_n(of_cells.second(), cells, weight);
+    return;
+  }
+  std::fill_n(bias, 2 * rows, 0.0);
   int64_t row = 0;
-  for (int64_t c = 0; c < of_cells.cells();
-       ++c, row = row + 1 == layout.affine_rows ? 0 : row + 1) {
+  for (int64_t c = 0; c < cells; ++c, row = row + 1 == rows ? 0 : row + 1) {
     bias[row] += of_cells.first()[c];
     weight[row] += of_cells.second()[c];
   }
