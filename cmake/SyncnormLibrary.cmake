@@ -65,8 +65,8 @@ set_target_properties(syncnorm PROPERTIES DEFINE_SYMBOL "")
 
 # The loops are one source, compiled for each instruction set that may be there at run time.
 # No errno and no trap keeps the compiler from turning sqrt into branches.
-# GCC would pack the two sums that a block returns into a vector by way of memory: two stores that a
-# wider load has to wait for, at every run.
+# GCC would pack the two sums of a run or block into a vector by way of memory: two stores that a wider
+# load has to wait for, at every run.
 set(syncnorm_unpacked_sums -fno-tree-slp-vectorize)
 set(syncnorm_loop_options -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast
   ${syncnorm_unpacked_sums})

@@ -97,10 +97,10 @@ void backward_sums_rows(const T* x, const T* dy, const T* output, int64_t rows, 
 /// Whose gradients are summed by column.
 enum class Affine : uint8_t { none, weight, both };
 
-/// Adds lane sums of rows taken together, over columns [0, n); those by column begin anew where
-/// `first_rows`.
+/// Adds to sums[r] those of each of the rows taken together, over columns [0, n), and to dweight
+/// and dbias those of each column, which the `first_rows` set.
 template <int Together, bool weighted, Affine affines, typename T>
-INLINE void sum_columns(const T* x, const T* dy, int64_t stride, int64_t n,
+INLINE void add_columns(const T* x, const T* dy, int64_t stride, int64_t n,
                         const Coefficients<compute_t<T>>* coefficients, const compute_t<T>* weight,
                         compute_t<T>* dweight, compute_t<T>* dbias, bool first_rows, Sums* sums,
                         Ahead ahead) {
@@ -145,7 +145,7 @@ void backward_sums_columns(const T* x, const T* dy, int64_t rows, int64_t n, int
                            compute_t<T>* dweight, compute_t<T>* dbias, Sums* sums, Reach reach) {
   const auto run = [&](auto together, auto affines, int64_t row, int64_t at, int64_t count) {
     const auto sum = [&](auto weighted) {
-      sum_columns<decltype(together)::value, decltype(weighted)::value, decltype(affines)::value>(
+      add_columns<decltype(together)::value, decltype(weighted)::value, decltype(affines)::value>(
           x + row * stride + at, dy + row * stride + at, stride, count, k + row,
           weight == nullptr ? nullptr : weight + at, dweight == nullptr ? nullptr : dweight + at,
           dbias == nullptr ? nullptr : dbias + at, row == 0, sums + row, ahead_of(reach));
@@ -169,7 +169,7 @@ void backward_sums_columns(const T* x, const T* dy, int64_t rows, int64_t n, int
 }
 
 template <typename A>
-void widen(const A* from, int64_t n, bool add, double* to) {
+void widen(const A* from, int64_t n, double* to, bool add) {
   if (add) {
     for (int64_t i = 0; i < n; ++i) to[i] += double(from[i]);
   } else {
@@ -274,11 +274,5 @@ void backward_apply_columns(const T* x, const T* dy, int64_t n,
       put(result, dx + i, extent, ahead);
     });
   };
-  if (weight != nullptr) {
-    extra != nullptr ? map(std::true_type(), std::true_type())
-                     : map(std::true_type(), std::false_type());
-  } else {
-    extra != nullptr ? map(std::false_type(), std::true_type())
-                     : map(std::false_type(), std::false_type());
-  }
+  with_flags(weight != nullptr, extra != nullptr, map);
 }

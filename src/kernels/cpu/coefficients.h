@@ -74,13 +74,13 @@ template <typename A>
 class CellCoefficients {
  public:
   /// Those of the forward; a, b, c are zero.
-  explicit CellCoefficients(const Norm& norm) : CellCoefficients(norm, 0) {
+  explicit CellCoefficients(const Norm& norm) : CellCoefficients(norm, OfStatistics()) {
     for (const auto row : {kA, kB, kC}) std::fill_n(at(row), cells_, A(0));
   }
 
   /// All, for the ranks' `sums` of the backward.
   CellCoefficients(const Norm& norm, const at::Tensor& sums, const SlotCount& count)
-      : CellCoefficients(norm, 0) {
+      : CellCoefficients(norm, OfStatistics()) {
     const auto& layout = norm.layout;
     const auto* of_slots = sums.const_data_ptr<double>();
     const auto first = layout.centered ? of_cells(of_slots) : OfCells<double>();
@@ -108,8 +108,10 @@ class CellCoefficients {
  private:
   enum Row : int64_t { kCenter, kRstd, kShift, kScale, kOffset, kA, kB, kC, kRows };
 
-  /// Without a, b, c.
-  CellCoefficients(const Norm& norm, int)
+  struct OfStatistics {};
+
+  /// All but a, b, c.
+  CellCoefficients(const Norm& norm, OfStatistics /*tag*/)
       : loops_(loops::of<A>(*loops::capability().tables)),
         cells_(norm.layout.cells.cells),
         slots_(slot_map(norm.layout)),

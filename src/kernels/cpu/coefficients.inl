@@ -9,7 +9,7 @@ void coefficients(const double* __restrict mean, const double* __restrict rstd,
   auto* __restrict to_shift = k.shift;
   auto* __restrict scale = k.scale;
   auto* __restrict offset = k.offset;
-  with_forms(weight != nullptr, bias != nullptr, [=](auto weighted, auto biased) INLINED {
+  with_flags(weight != nullptr, bias != nullptr, [=](auto weighted, auto biased) INLINED {
     for (int64_t c = 0; c < n; ++c) {
       const A about = A(mean[c]);
       const double shift = (double(about) - mean[c]) * rstd[c];
@@ -35,7 +35,7 @@ void backward_coefficients(const double* __restrict mean, const double* __restri
   auto* __restrict a = k.a;
   auto* __restrict b = k.b;
   auto* __restrict to_c = k.c;
-  with_forms(first != nullptr, share != nullptr, [=](auto centered, auto shared) INLINED {
+  with_flags(first != nullptr, share != nullptr, [=](auto centered, auto shared) INLINED {
     for (int64_t c = 0; c < n; ++c) {
       double correction = rstd[c] * all;
       if constexpr (decltype(shared)::value) correction *= share[c];

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/cpu/coefficients.h"
+#include "kernels/cpu/columns.h"
 #include "kernels/cpu/passes.h"
 
 namespace syncnorm::kernels {
@@ -47,13 +48,11 @@ void take_moments(const T* x, const CellLayout& in, const NormLayout& layout,
       return passes::sum_runs(in, [&](int64_t at, const auto& runs, double* first, double* second) {
         sum(x + at, runs, first, second, reach);
       });
-    return passes::sum_runs(in, [&](int64_t at, auto runs, double* first, double* second) {
+    return passes::sum_runs(in, [&](int64_t at, const auto& runs, double* first, double* second) {
       // One after the other: what was just written is near.
-      for (int64_t left = runs.count; left > 0; --left, at += runs.length, ++first, ++second) {
-        runs.count = 1;
+      for (int64_t r = 0; r < runs.count; ++r, at += runs.length) {
         loops.add(x + at, addition.residual + at, runs.length, addition.sum + at, reach);
-        sum(addition.sum + at, runs, first, second, loops::Reach::near);
-        if (++runs.cell == runs.cells) runs.cell = 0;
+        sum(addition.sum + at, runs.one(r), first + r, second + r, loops::Reach::near);
       }
     });
   };

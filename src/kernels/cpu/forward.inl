@@ -36,17 +36,6 @@ INLINE void apply_vectors(const T* x, const T* residual, int64_t rows, int64_t n
   });
 }
 
-/// Calls body(add, rectify) with constants.
-template <typename Body>
-INLINE void with_forms(bool add, bool rectify, Body&& body) {
-  if (add) {
-    rectify ? body(std::true_type(), std::true_type()) : body(std::true_type(), std::false_type());
-  } else {
-    rectify ? body(std::false_type(), std::true_type())
-            : body(std::false_type(), std::false_type());
-  }
-}
-
 /// Coefficients of one cell.
 template <typename A>
 INLINE Coefficients<Same<A>> same(const Coefficients<const A*>& k, int64_t cell) {
@@ -69,7 +58,7 @@ Coefficients<Each<A>> each(const Coefficients<const A*>& k) {
 template <typename T>
 void apply(const T* x, const T* residual, const Runs& runs,
            const Coefficients<const compute_t<T>*>& k, bool relu, T* y, Reach reach) {
-  with_forms(residual != nullptr, relu, [&](auto add, auto rectify) {
+  with_flags(residual != nullptr, relu, [&](auto add, auto rectify) {
     each_run(runs, [&](int64_t, int64_t at, int64_t cell) INLINED {
       const T* to_add = decltype(add)::value ? residual + at : nullptr;
       apply_vectors(x + at, to_add, 1, runs.length, same(k, cell), y + at, ahead_of(reach), add,
@@ -81,7 +70,7 @@ void apply(const T* x, const T* residual, const Runs& runs,
 template <typename T>
 void apply_rows(const T* x, const T* residual, int64_t rows, int64_t slots,
                 const Coefficients<const compute_t<T>*>& k, bool relu, T* y, Reach reach) {
-  with_forms(residual != nullptr, relu, [&](auto add, auto rectify) {
+  with_flags(residual != nullptr, relu, [&](auto add, auto rectify) {
     apply_vectors(x, residual, rows, slots, each(k), y, ahead_of(reach), add, rectify);
   });
 }
@@ -101,9 +90,7 @@ void apply_columns(const T* x, int64_t n, const Coefficients<compute_t<T>>& coef
       put(v, y + i, extent, ahead);
     });
   };
-  if (weight == nullptr) return map(std::false_type(), std::false_type());
-  bias == nullptr ? map(std::true_type(), std::false_type())
-                  : map(std::true_type(), std::true_type());
+  with_flags(weight != nullptr, bias != nullptr, map);
 }
 
 template <typename T>

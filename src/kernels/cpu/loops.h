@@ -52,6 +52,8 @@ struct Runs {
   int64_t length;
   int64_t cell;
   int64_t cells;
+
+  Runs one(int64_t run) const { return {1, length, (cell + run) % cells, cells}; }
 };
 
 /// Which elements' gradients a ReLU lets through: all; those whose output, computed again, is
@@ -135,8 +137,8 @@ struct Loops {
   void (*backward_apply_columns)(const T* x, const T* dy, int64_t n, const Coefficients<A>& k,
                                  const A* weight, const T* extra, T* dx, Reach reach);
 
-  /// to = from, or to += from.
-  void (*widen)(const A* from, int64_t n, bool add, double* to);
+  /// to = from, or to += from where `add`.
+  void (*widen)(const A* from, int64_t n, double* to, bool add);
   /// to = from, rounded.
   void (*narrow)(const double* from, int64_t n, T* to);
 

@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -99,6 +98,10 @@ class CellSums {
   double* second() { return values_.data() + cells_; }
   const double* first() const { return values_.data(); }
   const double* second() const { return values_.data() + cells_; }
+  void set(int64_t cell, loops::Sums sums) {
+    first()[cell] = sums.first;
+    second()[cell] = sums.second;
+  }
 
  private:
   int64_t cells_;
@@ -165,71 +168,8 @@ CellSums sum_rows(const CellLayout& layout, int64_t width, Sum&& sum, A /*tag*/)
   return {cells, std::move(partial)};
 }
 
-/// Sums of every cell, and into `of_affine` [2, rows, inner], if defined, those of every column, of
-/// the bias zero unless `of_bias`: pieces of cells add up columns of their own.
-template <typename T, typename CoefficientsOf>
-CellSums sum_columns(const T* x, const T* dy, const NormLayout& layout,
-                     const loops::compute_t<T>* weight, CoefficientsOf&& coefficients, bool of_bias,
-                     const at::Tensor& of_affine) {
-  using A = loops::compute_t<T>;
-  constexpr int64_t kMostPieces = 64;  // bounds the memory of the columns' partial sums
-  const auto& tables = *loops::capability().tables;
-  const auto& loops = loops::of<T>(tables);
-  const int64_t inner = layout.cells.inner, rows = layout.affine_rows, width = rows * inner;
-  const int64_t repeats = rows == 0 ? 0 : layout.cells.cells / rows;
-  const int64_t least = std::max(kPiece / std::max<int64_t>(width, 1), repeats / kMostPieces);
-  const int64_t each =
-      pieces_of(std::max<int64_t>(least, 1), loops::kChunkRows) * loops::kChunkRows;
-  const int64_t pieces = pieces_of(repeats, each);
-  const auto reach = reach_of<T>(layout.cells);
-  const bool wanted = of_affine.defined();
-  CellSums of_cells(layout.cells.cells);
-  // The first piece sums where the total goes. Not zeroed: every piece sets before it adds.
-  auto* const total = mutable_data<double>(of_affine);
-  const std::unique_ptr<double[]> others(wanted && pieces > 1 ? new double[(pieces - 1) * 2 * width]
-                                                              : nullptr);
-  const auto sums_of = [&](int64_t p) {
-    return p == 0 ? total : advance(others.get(), (p - 1) * 2 * width);
-  };
-  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
-    Lines<A> scratch(wanted ? 2 : 0, inner);
-    auto* const dweight = wanted ? scratch.row(0) : nullptr;
-    auto* const dbias = wanted && of_bias ? scratch.row(1) : nullptr;
-    for (int64_t p = begin; p < end; ++p)
-      for (int64_t start = p * each; start < std::min(repeats, (p + 1) * each);
-           start += loops::kChunkRows) {
-        const int64_t count = std::min(loops::kChunkRows, repeats - start);
-        for (int64_t row = 0; row < rows; ++row) {
-          loops::Coefficients<A> k[loops::kChunkRows];
-          loops::Sums sums[loops::kChunkRows];
-          for (int64_t r = 0; r < count; ++r) k[r] = coefficients((start + r) * rows + row);
-          const int64_t at = (start * rows + row) * inner;
-          loops.backward_sums_columns(x + at, dy + at, count, inner, width, k,
-                                      advance(weight, row * inner), dweight, dbias, sums, reach);
-          for (int64_t r = 0; r < count; ++r) {
-            of_cells.first()[(start + r) * rows + row] = sums[r].first;
-            of_cells.second()[(start + r) * rows + row] = sums[r].second;
-          }
-          if (!wanted) continue;
-          auto* const to = sums_of(p) + row * inner;
-          const bool add = start > p * each;
-          if (of_bias) loops.widen(dbias, inner, add, to);
-          loops.widen(dweight, inner, add, to + width);
-        }
-      }
-  });
-  if (!wanted) return of_cells;
-  if (pieces == 0) std::fill_n(total, 2 * width, 0.0);
-  if (!of_bias) std::fill_n(total, width, 0.0);
-  const int64_t skipped = of_bias ? 0 : width;
-  for (int64_t p = 1; p < pieces; ++p)
-    loops::of<double>(tables).widen(sums_of(p) + skipped, 2 * width - skipped, true,
-                                    total + skipped);
-  return of_cells;
-}
-
-/// Adds the sums of cells, times `share` and the `weight` of their row where given, to slots:
-/// double [layout.sums(), slots].
+/// Sets slots, double [layout.sums(), slots], to the sums of their cells, times `share` and the
+/// `weight` of the cell's row where given.
 template <typename A>
 void fold(const CellSums& of_cells, const NormLayout& layout, const at::Tensor& share,
           const A* weight, const at::Tensor& of_slots) {
@@ -259,7 +199,7 @@ void fold(const CellSums& of_cells, const NormLayout& layout, const at::Tensor& 
   }
 }
 
-/// Adds the sums of cells to the rows of bias and weight: double [2, affine_rows].
+/// Sets the rows of bias and weight, double [2, affine_rows], to the sums of their cells.
 inline void fold_affine(const CellSums& of_cells, const NormLayout& layout,
                         const at::Tensor& of_affine) {
   const int64_t cells = of_cells.cells(), rows = layout.affine_rows;

@@ -189,6 +189,16 @@ INLINE auto apart(Ahead ahead, Body&& body) {
   return ahead.far ? body(std::true_type()) : body(std::false_type());
 }
 
+/// Calls body with two flags as constants.
+template <typename Body>
+INLINE void with_flags(bool first, bool second, Body&& body) {
+  if (first) {
+    second ? body(std::true_type(), std::true_type()) : body(std::true_type(), std::false_type());
+  } else {
+    second ? body(std::false_type(), std::true_type()) : body(std::false_type(), std::false_type());
+  }
+}
+
 /// Calls body(run, where its values begin, cell) for every run.
 template <typename Body>
 INLINE void each_run(const Runs& runs, Body&& body) {
