@@ -48,8 +48,8 @@ TEST(SyncBatchNormFused, GradientsOfSomeTensorsOnSomeRanks) {
         auto norm = batch.module(comm);
         // Bits: residual; input of the even ranks, of the odd ones; parameters.
         const bool x_needs = (needs >> (1 + comm->rank() % 2) & 1) != 0;
-        const bool some_need = (needs & 2) != 0 || ((needs & 4) != 0 && comm->size() > 1) ||
-                               !testing::host_waits();
+        const bool some_need =
+            (needs & 2) != 0 || ((needs & 4) != 0 && comm->size() > 1) || !testing::host_waits();
         const bool affine = (needs & 8) != 0;
         norm->weight.set_requires_grad(affine);
         norm->bias.set_requires_grad(affine);

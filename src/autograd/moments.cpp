@@ -244,7 +244,7 @@ std::vector<Moments> exchange_moments(std::vector<MomentsRequest>& requests,
 at::Tensor exchange_sums(const at::Tensor& local, const std::shared_ptr<Communicator>& comm,
                          const char* pass) {
   StatisticsBuffer buffer(comm, local.numel(), local.device());
-  const auto words = buffer.words(0, local.sizes());
+  auto words = buffer.words(0, local.sizes());
   words.copy_(local);
   buffer.exchange(Signature().add("pass", pass).add("words", local.numel()).text());
   return words;

@@ -79,7 +79,8 @@ class KernelSet {
   /// With g the gradient that passes the activation, writes sum(g*weight), unless not centered, and
   /// sum(g*weight*xhat) of each slot to `of_slots`, double [layout.sums(), slots], and sum(g),
   /// sum(g*xhat) of each element of bias and weight to `of_affine`, double layout.affine_shape(),
-  /// unless that is undefined. Those of a bias are for norms that have one: zero or right otherwise.
+  /// unless that is undefined. Those of a bias are for norms that have one, zero or right
+  /// otherwise.
   virtual void backward_sums(const Norm& norm, const at::Tensor& dy, const at::Tensor& of_slots,
                              const at::Tensor& of_affine) const = 0;
 

@@ -13,13 +13,15 @@
 
 namespace syncnorm::testing {
 
-/// All ranks of the test job, over a duplicate of its own: counters start at zero, and a failure stays in the test.
+/// All ranks of the test job, over a duplicate of its own: counters start at zero, and a failure
+/// stays in the test.
 inline std::shared_ptr<Communicator> new_world() { return mpi_communicator(MPI_COMM_WORLD); }
 
 inline std::vector<int64_t> ones(int count) { return std::vector<int64_t>(count, 1); }
 
-/// False where norms queue their work and do not look at what comes back, as on a GPU: then there is
-/// no second exchange where digits were lost, and backward communicates whoever wants a gradient.
+/// False where norms queue their work and do not look at what comes back, as on a GPU: then there
+/// is no second exchange where digits were lost, and backward communicates whoever wants a
+/// gradient.
 inline bool host_waits() { return kernels::kernels_for(torch::kCPU).deferred() == nullptr; }
 
 /// True where `tensor` is the same on all ranks, bit for bit.
@@ -40,7 +42,8 @@ inline double relative_difference(const torch::Tensor& a, const torch::Tensor& b
   return ((x - y).abs().max() / y.abs().max().clamp_min(1)).item<double>();
 }
 
-/// The message of the exception of type `E` that `body` throws; a test failure where it throws none.
+/// The message of the exception of type `E` that `body` throws; a test failure where it throws
+/// none.
 template <typename E, typename F>
 std::string message_of(F&& body) {
   try {

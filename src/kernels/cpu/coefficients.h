@@ -59,8 +59,8 @@ class OfCells {
   OfCells(int64_t cells, Of&& of) : spread_(cells), data_(spread_.data()) {
     for (int64_t c = 0; c < cells; ++c) spread_[c] = of(c);
   }
-  OfCells(OfCells&&) = default;  // what a vector holds stays where it is
-  OfCells& operator=(OfCells&&) = default;
+  OfCells(OfCells&&) noexcept = default;  // what a vector holds stays where it is
+  OfCells& operator=(OfCells&&) noexcept = default;
   const V* data() const { return data_; }
 
  private:

@@ -50,7 +50,7 @@ T* advance(T* values, int64_t by) {
 template <typename Body>
 void dispatch(const at::Tensor& tensor, Body&& body) {
   switch (tensor.scalar_type()) {
-    case at::kFloat:
+    case at::kFloat:  // NOLINT(bugprone-branch-clone): the types of the branches differ
       return body(float());
     case at::kDouble:
       return body(double());
