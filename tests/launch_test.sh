@@ -71,7 +71,7 @@ expect 0 'mpirun --oversubscribe' env SYNCNORM_CONTAINER=no "$root/launch/run" -
 # --- hosts
 printf 'a slots=2\n\n# comment\nb.example slots=2 # tail\n' >"$work/hosts"
 expect 0 "mpirun --hostfile $work/hosts .*-n 4 /" dry -n 4 --hosts "$work/hosts" ls
-expect 0 '-x OMP_NUM_THREADS -x MALLOC_MMAP_THRESHOLD_ -x MALLOC_TRIM_THRESHOLD_ -x GLIBC_TUNABLES -x SYNCNORM_TIMEOUT' \
+expect 0 '-x OMP_NUM_THREADS -x LD_PRELOAD -x MALLOC_CONF -x SYNCNORM_TIMEOUT' \
   env OMP_NUM_THREADS=3 SYNCNORM_TIMEOUT=9 "$root/launch/run" --dry-run -n 4 --hosts "$work/hosts" ls
 expect 1 'offers 4 slots, -n asks for 5' dry -n 5 --hosts "$work/hosts" ls
 expect 1 'no such readable file' dry -n 2 --hosts "$work/none" ls
@@ -102,11 +102,19 @@ expect 1 'nvidia-smi shows no GPU' dry -n 1 --gpus ls
 # --- real jobs: the status is the program's, the memory settings are the user's where there are any
 rm "$work/fakes"/*
 expect 7 'exit\\ 7' "$root/launch/run" --root -n 2 bash -c 'exit 7'
-expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=1$' env -u GLIBC_TUNABLES "$root/launch/run" --root -n 1 env
+unset LD_PRELOAD MALLOC_CONF SYNCNORM_MALLOC GLIBC_TUNABLES
+environment() { env "$@" "$root/launch/run" --root -n 1 env; }
+expect 0 '^LD_PRELOAD=libjemalloc.so.2$' environment
+expect 0 '^MALLOC_CONF=thp:always,' environment
+expect 0 '^MALLOC_CONF=narenas:1$' environment MALLOC_CONF=narenas:1
+expect 0 '^LD_PRELOAD=libpng16.so.16$' environment LD_PRELOAD=libpng16.so.16
+expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=1$' environment LD_PRELOAD=libpng16.so.16
+expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=1$' environment SYNCNORM_MALLOC=glibc
 expect 0 '^GLIBC_TUNABLES=glibc.malloc.check=0:glibc.malloc.hugetlb=1$' \
-  env GLIBC_TUNABLES=glibc.malloc.check=0 "$root/launch/run" --root -n 1 env
-expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=0$' \
-  env GLIBC_TUNABLES=glibc.malloc.hugetlb=0 "$root/launch/run" --root -n 1 env
+  environment SYNCNORM_MALLOC=glibc GLIBC_TUNABLES=glibc.malloc.check=0
+expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=0$' environment SYNCNORM_MALLOC=glibc GLIBC_TUNABLES=glibc.malloc.hugetlb=0
+expect 1 'SYNCNORM_MALLOC=dlmalloc: jemalloc or glibc' environment SYNCNORM_MALLOC=dlmalloc
+expect 1 'LD_PRELOAD is set already' environment SYNCNORM_MALLOC=jemalloc LD_PRELOAD=libpng16.so.16
 
 # --- setup
 expect 0 'usage: launch/setup' "$root/launch/setup" --help
