@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,6 +28,40 @@ struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
     auto sum = gradients[0].clone();
     world()->all_reduce(sum);
     return {sum};
+  }
+};
+
+/// A streaming loop as a node of autograd's graph over contiguous tensors: what a norm that
+/// computes as that loop does costs at least in LibTorch, with output, gradients and graph made in
+/// every step.
+template <typename Loop>
+struct InGraph : torch::autograd::Function<InGraph<Loop>> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* ctx, const torch::Tensor& x,
+                               const torch::Tensor& weight, const torch::Tensor& bias,
+                               const std::shared_ptr<Loop>& loop) {
+    ctx->save_for_backward({x, weight, bias});
+    ctx->saved_data["loop"] =
+        reinterpret_cast<int64_t>(loop.get());  // its owner outlives the graph
+    auto y = torch::empty_like(x);
+    loop->forward(x.const_data_ptr<float>(), y.template data_ptr<float>());
+    return y;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    auto& loop = *reinterpret_cast<Loop*>(
+        ctx->saved_data["loop"].toInt());  // NOLINT(performance-no-int-to-ptr)
+    auto dx = torch::empty_like(saved[0]);
+    loop.backward(saved[0].const_data_ptr<float>(), gradients[0].const_data_ptr<float>(),
+                  dx.template data_ptr<float>());
+    return {dx, of_parameter(saved[1], loop.dweight()), of_parameter(saved[2], loop.dbias()), {}};
+  }
+
+ private:
+  static torch::Tensor of_parameter(const torch::Tensor& parameter, const float* gradient) {
+    auto copy = torch::empty_like(parameter);
+    std::copy_n(gradient, parameter.numel(), copy.template data_ptr<float>());
+    return copy;
   }
 };
 

@@ -1,6 +1,7 @@
 // Forward and backward of norms over rows whose columns are split over the ranks, beside
 //   aten       ATen's own norm of each rank's columns alone: no communication, another result
 //   streaming  plain loops over floats with the same two all-reduces, no framework
+//   in_graph   that loop as a node of autograd's graph: the least that LibTorch adds
 //   gather     the rows gathered and normalised whole on every rank
 //   by_hand    the split norm in tensor operations
 //   triad      z = x + s*y over arrays of the same size: what memory gives
@@ -148,6 +149,13 @@ void add_float_calls(bench::Calls& calls, const std::shared_ptr<Rows>& r,
   bench::compare(results_of(*loop, *r), expected, 1e-3, "streaming loop");
   bench::compare(r->results({by_hand(*r)}), expected, 1e-3, "composition by hand");
   calls["streaming"] = [loop] { loop->run(); };
+  const auto bias = r->bias.defined() ? r->bias : torch::empty({0});
+  const auto in_graph = [=] {
+    return bench::Tensors{
+        bench::InGraph<bench::StreamingRowNorm>::apply(r->x, r->weight, bias, loop)};
+  };
+  bench::compare(r->results(in_graph()), expected, 1e-3, "streaming loop in a graph");
+  calls["in_graph"] = [=] { r->step(in_graph()); };
   calls["by_hand"] = [r] { r->step({by_hand(*r)}); };
   auto whole = *r;
   whole.leaves = {r->x, r->whole_weight};
@@ -179,8 +187,11 @@ void add_norm(const Input& input) {
   description.name = input.name("");
   description.contestants = {{"ours", kPasses}, {"aten", kPasses}};
   if (input.dtype == torch::kFloat)
-    for (const auto& each : std::vector<bench::Contestant>{
-             {"streaming", kPasses}, {"triad", 3}, {"by_hand", kPasses}, {"gather", kPasses}})
+    for (const auto& each : std::vector<bench::Contestant>{{"streaming", kPasses},
+                                                           {"in_graph", kPasses},
+                                                           {"triad", 3},
+                                                           {"by_hand", kPasses},
+                                                           {"gather", kPasses}})
       description.contestants.push_back(each);
   description.bytes = input.bytes();
   description.prepare = [input] { return prepare_norm(input); };

@@ -52,19 +52,19 @@ StreamingBatchNorm::StreamingBatchNorm(int n, int c, int plane, const float* x, 
 StreamingBatchNorm::~StreamingBatchNorm() = default;
 
 void StreamingBatchNorm::run() {
-  forward();
-  backward();
+  forward(x_.get(), y_.get());
+  backward(x_.get(), dy_.get(), dx_.get());
   keep(y_.get());
   keep(dx_.get());
 }
 
-void StreamingBatchNorm::forward() {
+void StreamingBatchNorm::forward(const float* from, float* to) {
   double* const sum = sums_.get();
   double* const square = sum + c_;
   for (int c = 0; c < c_; ++c) {
     sum[c] = square[c] = 0;
     for (int n = 0; n < n_; ++n) {
-      const float* __restrict const x = &x_[(size_t(n) * c_ + c) * plane_];
+      const float* __restrict const x = from + (size_t(n) * c_ + c) * plane_;
       float s = 0, q = 0;
       for (int i = 0; i < plane_; ++i) {
         s += x[i];
@@ -85,23 +85,23 @@ void StreamingBatchNorm::forward() {
   for (int n = 0; n < n_; ++n) {
     for (int c = 0; c < c_; ++c) {
       const size_t start = (size_t(n) * c_ + c) * plane_;
-      const float* __restrict const x = &x_[start];
-      float* __restrict const y = &y_[start];
+      const float* __restrict const x = from + start;
+      float* __restrict const y = to + start;
       const float scale = inverse_[c] * weight_[c], shift = bias_[c] - center_[c] * scale;
       for (int i = 0; i < plane_; ++i) y[i] = x[i] * scale + shift;
     }
   }
 }
 
-void StreamingBatchNorm::backward() {
+void StreamingBatchNorm::backward(const float* from, const float* gradient, float* to) {
   double* const sum = sums_.get();   // of dy
   double* const product = sum + c_;  // of dy and the normalised x
   for (int c = 0; c < c_; ++c) {
     double s = 0, p = 0;
     for (int n = 0; n < n_; ++n) {
       const size_t start = (size_t(n) * c_ + c) * plane_;
-      const float* __restrict const x = &x_[start];
-      const float* __restrict const dy = &dy_[start];
+      const float* __restrict const x = from + start;
+      const float* __restrict const dy = gradient + start;
       float part_s = 0, part_p = 0;
       for (int i = 0; i < plane_; ++i) {
         part_s += dy[i];
@@ -119,9 +119,9 @@ void StreamingBatchNorm::backward() {
   for (int n = 0; n < n_; ++n) {
     for (int c = 0; c < c_; ++c) {
       const size_t start = (size_t(n) * c_ + c) * plane_;
-      const float* __restrict const x = &x_[start];
-      const float* __restrict const dy = &dy_[start];
-      float* __restrict const dx = &dx_[start];
+      const float* __restrict const x = from + start;
+      const float* __restrict const dy = gradient + start;
+      float* __restrict const dx = to + start;
       const float a = weight_[c] * inverse_[c];
       const float b = -a * inverse_[c] * float(product[c] / count_);
       const float d = -a * float(sum[c] / count_) - b * center_[c];
@@ -151,25 +151,28 @@ StreamingRowNorm::StreamingRowNorm(bool centered, int rows, int own, int hidden,
 StreamingRowNorm::~StreamingRowNorm() = default;
 
 void StreamingRowNorm::run() {
-  if (centered_) {
-    forward<true>();
-    backward<true>();
-  } else {
-    forward<false>();
-    backward<false>();
-  }
+  forward(x_.get(), y_.get());
+  backward(x_.get(), dy_.get(), dx_.get());
   keep(y_.get());
   keep(dx_.get());
   keep(dweight_.get());
   keep(dbias_.get());
 }
 
+void StreamingRowNorm::forward(const float* x, float* y) {
+  centered_ ? forward_as<true>(x, y) : forward_as<false>(x, y);
+}
+
+void StreamingRowNorm::backward(const float* x, const float* dy, float* dx) {
+  centered_ ? backward_as<true>(x, dy, dx) : backward_as<false>(x, dy, dx);
+}
+
 template <bool centered>
-void StreamingRowNorm::forward() {
+void StreamingRowNorm::forward_as(const float* from, float* to) {
   double* const square = sums_.get();
   double* const sum = square + rows_;
   for (int r = 0; r < rows_; ++r) {
-    const float* __restrict const x = &x_[size_t(r) * own_];
+    const float* __restrict const x = from + size_t(r) * own_;
     float s = 0, q = 0;
     for (int i = 0; i < own_; ++i) {
       if constexpr (centered) s += x[i];
@@ -186,8 +189,8 @@ void StreamingRowNorm::forward() {
     center_[r] = float(mean);
     inverse_[r] = float(1 / std::sqrt(square[r] / hidden_ - mean * mean + eps_));
     const float a = inverse_[r], b = -center_[r] * a;
-    const float* __restrict const x = &x_[size_t(r) * own_];
-    float* __restrict const y = &y_[size_t(r) * own_];
+    const float* __restrict const x = from + size_t(r) * own_;
+    float* __restrict const y = to + size_t(r) * own_;
     for (int i = 0; i < own_; ++i) {
       if constexpr (centered)
         y[i] = (x[i] * a + b) * weight[i] + bias[i];
@@ -198,7 +201,7 @@ void StreamingRowNorm::forward() {
 }
 
 template <bool centered>
-void StreamingRowNorm::backward() {
+void StreamingRowNorm::backward_as(const float* from, const float* gradient, float* to) {
   double* const product = sums_.get();  // of the weighted gradient and the normalised x
   double* const sum = product + rows_;  // of the weighted gradient
   const float* __restrict const weight = weight_.get();
@@ -207,8 +210,8 @@ void StreamingRowNorm::backward() {
   std::fill(dweight, dweight + own_, 0.0F);
   std::fill(dbias, dbias + own_, 0.0F);
   for (int r = 0; r < rows_; ++r) {
-    const float* __restrict const x = &x_[size_t(r) * own_];
-    const float* __restrict const dy = &dy_[size_t(r) * own_];
+    const float* __restrict const x = from + size_t(r) * own_;
+    const float* __restrict const dy = gradient + size_t(r) * own_;
     const float a = inverse_[r], b = -center_[r] * a;
     float s = 0, p = 0;
     for (int i = 0; i < own_; ++i) {
@@ -225,9 +228,9 @@ void StreamingRowNorm::backward() {
   }
   sum_over_ranks(product, centered ? 2 * rows_ : rows_);
   for (int r = 0; r < rows_; ++r) {
-    const float* __restrict const x = &x_[size_t(r) * own_];
-    const float* __restrict const dy = &dy_[size_t(r) * own_];
-    float* __restrict const dx = &dx_[size_t(r) * own_];
+    const float* __restrict const x = from + size_t(r) * own_;
+    const float* __restrict const dy = gradient + size_t(r) * own_;
+    float* __restrict const dx = to + size_t(r) * own_;
     const float a = inverse_[r], b = -center_[r] * a;
     const float mean_product = float(product[r] / hidden_);
     const float mean = centered ? float(sum[r] / hidden_) : 0.0F;

@@ -19,8 +19,13 @@ class StreamingBatchNorm {
                      const float* bias, double eps);
   ~StreamingBatchNorm();
 
-  /// Forward and backward: y, dx [n, c, plane]; dweight, dbias [c], this rank's sums.
+  /// Forward and backward over its own arrays: y, dx [n, c, plane]; dweight, dbias [c], this rank's
+  /// sums.
   void run();
+
+  /// The same over the caller's arrays; dweight and dbias stay here.
+  void forward(const float* x, float* y);
+  void backward(const float* x, const float* dy, float* dx);
 
   const float* y() const { return y_.get(); }
   const float* dx() const { return dx_.get(); }
@@ -28,9 +33,6 @@ class StreamingBatchNorm {
   const float* dbias() const { return dbias_.get(); }
 
  private:
-  void forward();
-  void backward();
-
   int n_, c_, plane_;
   double eps_, count_ = 0;
   Floats x_, dy_, weight_, bias_, y_, dx_, dweight_, dbias_;
@@ -46,8 +48,12 @@ class StreamingRowNorm {
                    const float* weight, const float* bias, double eps);
   ~StreamingRowNorm();
 
-  /// Forward and backward: y, dx [rows, own]; dweight, dbias [own].
+  /// Forward and backward over its own arrays: y, dx [rows, own]; dweight, dbias [own].
   void run();
+
+  /// The same over the caller's arrays; dweight and dbias stay here.
+  void forward(const float* x, float* y);
+  void backward(const float* x, const float* dy, float* dx);
 
   const float* y() const { return y_.get(); }
   const float* dx() const { return dx_.get(); }
@@ -56,9 +62,9 @@ class StreamingRowNorm {
 
  private:
   template <bool centered>
-  void forward();
+  void forward_as(const float* x, float* y);
   template <bool centered>
-  void backward();
+  void backward_as(const float* x, const float* dy, float* dx);
 
   bool centered_;
   int rows_, own_, hidden_;

@@ -1,6 +1,7 @@
 // Forward and backward of SyncBatchNorm beside
 //   aten       ATen's own batch norm of each rank's batch alone: no communication, another result
 //   streaming  plain loops over contiguous floats with the same two all-reduces, no framework
+//   in_graph   that loop as a node of autograd's graph: the least that LibTorch adds
 //   by_hand    the recipe of means and mean squares in tensor operations
 //   triad      z = x + s*y over arrays of the same size: what memory gives
 // then the forms with ReLU, and with a residual before it, beside norm, sum and ReLU apart.
@@ -97,6 +98,16 @@ void add_float_calls(bench::Calls& calls, const std::shared_ptr<Batch>& b,
   bench::compare(results_of(*loop, *b), expected, 1e-3, "streaming loop");
   bench::compare(b->results({by_hand(*b)}), expected, 1e-3, "composition by hand");
   calls["streaming"] = [loop] { loop->run(); };
+  const auto contiguous = std::make_shared<bench::Problem>();
+  const auto x = b->x.detach().contiguous().set_requires_grad(true);
+  contiguous->leaves = {x, b->weight, b->bias};
+  contiguous->output_gradients = {b->dy.contiguous()};
+  const auto in_graph = [=] {
+    return bench::Tensors{
+        bench::InGraph<bench::StreamingBatchNorm>::apply(x, b->weight, b->bias, loop)};
+  };
+  bench::compare(contiguous->results(in_graph()), expected, 1e-3, "streaming loop in a graph");
+  calls["in_graph"] = [=] { contiguous->step(in_graph()); };
   calls["by_hand"] = [b] { b->step({by_hand(*b)}); };
   const auto triad = std::make_shared<bench::Triad>(static_cast<size_t>(b->x.numel()));
   calls["triad"] = [triad] { triad->run(); };
@@ -130,8 +141,8 @@ void add(const Input& input) {
   description.name = name_of(input, "");
   description.contestants = {{"ours", kPasses}, {"aten", kPasses}};
   if (input.dtype == torch::kFloat)
-    for (const auto& each :
-         std::vector<bench::Contestant>{{"streaming", kPasses}, {"triad", 3}, {"by_hand", kPasses}})
+    for (const auto& each : std::vector<bench::Contestant>{
+             {"streaming", kPasses}, {"in_graph", kPasses}, {"triad", 3}, {"by_hand", kPasses}})
       description.contestants.push_back(each);
   description.bytes = bytes_of(input);
   description.prepare = [input] { return prepare(input); };
