@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "autograd/verdicts.h"
+#include "comm/doubles.h"
 #include "comm/signature.h"
 #include "comm/statistics_buffer.h"
 
@@ -102,7 +103,7 @@ Moments finish(const MomentsRequest& request, const Words& words, bool* lost_dig
   if (!layout.count.each.defined() && layout.count.all == 0)
     moments.count.all = totals[kCount] / static_cast<double>(layout.slots_of_values);
   moments.ranks_wanting_gradient = static_cast<int64_t>(totals[kWanting]);
-  moments.statistics = at::empty({kernels::kStatisticsRows, layout.slots}, words.sums.options());
+  moments.statistics = empty_doubles({kernels::kStatisticsRows, layout.slots}, words.sums.device());
   *lost_digits = kernels::kernels_for(words.sums.device())
                      .finish(words.sums, layout, request.center, moments.count,
                              precision_of(request), moments.statistics);

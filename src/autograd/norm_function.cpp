@@ -6,6 +6,7 @@
 
 #include "autograd/differentiable.h"
 #include "autograd/verdicts.h"
+#include "comm/doubles.h"
 #include "comm/signature.h"
 #include "comm/statistics_buffer.h"
 
@@ -224,10 +225,10 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       words += c10::multiply_integers(norm.layout.affine_shape());
       sums_affine = true;
     }
-    const auto details = Signature()
-                             .add("pass", sums_affine ? "backward with weight" : "backward")
-                             .add("words", words)
-                             .text();
+    auto details = Signature()
+                       .add("pass", sums_affine ? "backward with weight" : "backward")
+                       .add("words", words)
+                       .text();
     StatisticsBuffer buffer(call.comm, words, gradients.front().device());
     if (call.deferred) Verdicts::raise_found(call.comm);
     const double tag = call.deferred ? buffer.begin(details) : 0;
@@ -239,7 +240,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
     if (!call.reduce_backward && !sums_affine) return sums;
     if (!call.deferred) {
-      buffer.exchange(details);
+      buffer.exchange(std::move(details));
       return sums;
     }
     buffer.travel();
@@ -271,7 +272,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (needs_weight) part.dweight = empty_like(norm.weight);
       if (needs_bias) part.dbias = empty_like(norm.bias);
     } else if (needs_weight || needs_bias) {
-      part.of_affine = at::empty(layout.affine_shape(), part.of_slots.options());
+      part.of_affine = empty_doubles(layout.affine_shape(), part.of_slots.device());
     }
     return part;
   }

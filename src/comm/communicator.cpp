@@ -103,8 +103,9 @@ Communicator::Communicator(int rank, int size, std::string name)
     : rank_(rank), size_(size), name_(std::move(name)) {}
 
 std::string Communicator::describe_operation() const {
-  std::string text = operation_.kind;
-  text.append(" #").append(std::to_string(operation_.sequence));
+  std::string text;
+  text.reserve(64 + operation_.module.size() + name_.size());
+  text.append(operation_.kind).append(" #").append(std::to_string(operation_.sequence));
   if (!operation_.module.empty()) text.append(" of ").append(operation_.module);
   text.append(" on ").append(name_).append(", rank ").append(std::to_string(rank_));
   return text.append(" of ").append(std::to_string(size_));

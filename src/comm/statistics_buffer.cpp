@@ -1,5 +1,6 @@
 #include "comm/statistics_buffer.h"
 
+#include "comm/doubles.h"
 #include "comm/signature.h"
 #include "comm/tagged_payload.h"
 #include "comm/transport_error.h"
@@ -8,9 +9,7 @@ namespace syncnorm {
 
 StatisticsBuffer::StatisticsBuffer(std::shared_ptr<Communicator> comm, int64_t words,
                                    c10::Device device)
-    : comm_(std::move(comm)),
-      buffer_(
-          at::empty({words + kTagWords}, at::TensorOptions().dtype(at::kDouble).device(device))) {}
+    : comm_(std::move(comm)), buffer_(empty_doubles({words + kTagWords}, device)) {}
 
 at::Tensor StatisticsBuffer::words(int64_t start, at::IntArrayRef shape) const {
   // What narrow and view come to, without a microsecond each of dispatch.
@@ -39,17 +38,18 @@ Signature signature_of(const char* operation, const Communicator& comm,
 
 }  // namespace
 
-double StatisticsBuffer::begin(const std::string& details) {
-  const auto signature = signature_of("all_reduce", *comm_, details);
-  details_ = details;
-  signature_ = signature.text();
-  return signature.tag();
+double StatisticsBuffer::begin(std::string details) {
+  auto signature = signature_of("all_reduce", *comm_, details);
+  const double tag = signature.tag();
+  details_ = std::move(details);
+  signature_ = std::move(signature).text();
+  return tag;
 }
 
 at::Tensor StatisticsBuffer::front(int64_t words) const { return buffer_.narrow(0, 0, words); }
 
 void StatisticsBuffer::travel() {
-  comm_->details_ = details_;
+  comm_->details_ = std::move(details_);
   try {
     const TaggedPayload tagged;
     comm_->all_reduce(buffer_);
@@ -58,8 +58,8 @@ void StatisticsBuffer::travel() {
   }
 }
 
-void StatisticsBuffer::exchange(const std::string& details) {
-  const double tag = begin(details);
+void StatisticsBuffer::exchange(std::string details) {
+  const double tag = begin(std::move(details));
   const double ranks = comm_->size();
   if (buffer_.is_cpu()) {
     auto* words = buffer_.data_ptr<double>();

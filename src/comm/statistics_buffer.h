@@ -25,14 +25,14 @@ class StatisticsBuffer {
   /// Sums the payload over all ranks. `details` are "field=value;" of everything that must agree
   /// beyond operation, module and sequence number. Raises CommunicationError on every rank where
   /// anything differs.
-  void exchange(const std::string& details);
+  void exchange(std::string details);
 
   static constexpr int64_t kTagWords = 2;
 
   /// exchange() in parts, for tags that the device writes and compares: begin() gives this rank's
   /// tag, front() the buffer's first words, of which the tags are to hold tag and tag^2, and
   /// travel() sums everything. describe() names the exchange in messages.
-  double begin(const std::string& details);
+  double begin(std::string details);
   at::Tensor front(int64_t words) const;
   void travel();
   std::string describe() const { return comm_->describe_operation(); }
