@@ -31,7 +31,7 @@ struct Precision {
   double ratio = 0;
 };
 
-/// What the backward leaves, each undefined where it is not needed.
+/// What the backward leaves, undefined where not needed: dx or dresidual, if not both, is.
 struct BackwardOutputs {
   at::Tensor dx;         ///< dense like the input
   at::Tensor dresidual;  ///< likewise: the gradient that passes the activation

@@ -216,7 +216,8 @@ INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int
   });
 }
 
-/// Calls body(gate, input, residual) with constants, the last two whose gradients are wanted.
+/// Calls body(gate, input, residual) with constants, the last two whose gradients are wanted: one
+/// of them at least.
 template <typename Body>
 INLINE void with_outputs(Gate gate, bool input, bool residual, Body&& body) {
   with_gate(gate, [&](auto tag) {
