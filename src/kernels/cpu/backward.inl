@@ -38,6 +38,7 @@ void backward_sums(const T* x, const T* dy, const T* output, const Runs& runs,
                    const Coefficients<const compute_t<T>*>& coefficients, Gate gate, double* first,
                    double* second, Reach reach) {
   using A = compute_t<T>;
+  const auto ahead = ahead_of<T>(reach, runs);
   const auto sum = [&](auto tag) {
     each_run(runs, [&](int64_t run, int64_t at, int64_t cell) INLINED {
       const auto k = same(coefficients, cell);
@@ -48,7 +49,6 @@ void backward_sums(const T* x, const T* dy, const T* output, const Runs& runs,
             std::min(runs.length - start, kBlock),
             [&](int64_t step, auto extent, auto& of_g, auto& of_product) INLINED {
               const int64_t i = begin + step;
-              const Ahead ahead = ahead_of(reach);
               ahead.read(x + i);
               const auto g = gated<decltype(tag)::value>(x, dy, output, k, i, extent, ahead);
               of_g += g;
@@ -231,6 +231,7 @@ template <typename T>
 void backward_apply(const T* x, const T* dy, const T* output, const Runs& runs,
                     const Coefficients<const compute_t<T>*>& k, Gate gate, T* dx, T* dresidual,
                     Reach reach) {
+  const auto ahead = ahead_of<T>(reach, runs);
   with_outputs(gate, dx != nullptr, dresidual != nullptr, [&](auto tag, auto input, auto residual) {
     constexpr Gate passes = decltype(tag)::value;
     each_run(runs, [&](int64_t, int64_t at, int64_t cell) INLINED {
@@ -238,7 +239,7 @@ void backward_apply(const T* x, const T* dy, const T* output, const Runs& runs,
       T* to = decltype(input)::value ? dx + at : nullptr;
       T* to_residual = decltype(residual)::value ? dresidual + at : nullptr;
       backward_apply_vectors<passes>(x + at, dy + at, out, 1, runs.length, same(k, cell), to,
-                                     to_residual, ahead_of(reach), input, residual);
+                                     to_residual, ahead, input, residual);
     });
   });
 }

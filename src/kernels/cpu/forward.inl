@@ -58,11 +58,11 @@ Coefficients<Each<A>> each(const Coefficients<const A*>& k) {
 template <typename T>
 void apply(const T* x, const T* residual, const Runs& runs,
            const Coefficients<const compute_t<T>*>& k, bool relu, T* y, Reach reach) {
+  const auto ahead = ahead_of<T>(reach, runs);
   with_flags(residual != nullptr, relu, [&](auto add, auto rectify) {
     each_run(runs, [&](int64_t, int64_t at, int64_t cell) INLINED {
       const T* to_add = decltype(add)::value ? residual + at : nullptr;
-      apply_vectors(x + at, to_add, 1, runs.length, same(k, cell), y + at, ahead_of(reach), add,
-                    rectify);
+      apply_vectors(x + at, to_add, 1, runs.length, same(k, cell), y + at, ahead, add, rectify);
     });
   });
 }

@@ -120,7 +120,7 @@ template <typename T>
 void moments(const T* x, const Runs& runs, const double* center, double* first, double* second,
              Reach reach) {
   using A = compute_t<T>;
-  const Ahead ahead = ahead_of(reach);
+  const auto ahead = ahead_of<T>(reach, runs);
   each_run(runs, [&](int64_t run, int64_t at, int64_t cell) INLINED {
     Sums sums;
     auto near = A(center[cell]);
@@ -141,8 +141,9 @@ void moments(const T* x, const Runs& runs, const double* center, double* first, 
 template <typename T>
 void squares(const T* x, const Runs& runs, double* sums, Reach reach) {
   using A = compute_t<T>;
+  const auto ahead = ahead_of<T>(reach, runs);
   const auto of_block = [&](const T* from, int64_t n) INLINED {
-    return apart(ahead_of(reach), [&](auto far) INLINED {
+    return apart(ahead, [&](auto far) INLINED {
       return sum_vectors<A>(n, [&](int64_t i, auto extent, auto&, auto& second) INLINED {
         Ahead{far}.read(from + i);
         const auto v = load(from + i, extent);

@@ -163,6 +163,16 @@ struct Ahead {
 
 INLINE Ahead ahead_of(Reach reach) { return {reach != Reach::near, reach == Reach::past}; }
 
+/// Runs from this many bytes on, read one after the other, a processor asks for by itself, and
+/// loses a quarter of its speed at 6 MB and a third at 31 MB where it is told as well.
+constexpr int64_t kLongRun = 2048;
+
+template <typename T>
+INLINE Ahead ahead_of(Reach reach, const Runs& runs) {
+  const bool is_long = runs.length * int64_t{sizeof(T)} >= kLongRun;
+  return {reach != Reach::near && !is_long, reach == Reach::past};
+}
+
 /// Stores a vector to aligned memory past the caches, where there is such a store.
 template <typename V, typename T>
 INLINE void store_past(V v, T* p) {
@@ -224,6 +234,8 @@ INLINE void for_rows(int64_t rows, Ahead ahead, Body&& body) {
   int64_t row = 0;
   if (ahead.far) {
     for (; row < rows; ++row) body(row, one, Ahead{true, ahead.past});
+  } else if (ahead.past) {
+    for (; row < rows; ++row) body(row, one, Ahead{false, true});
   } else {
     for (; row + several <= rows; row += several) body(row, several, Ahead{false});
     for (; row < rows; ++row) body(row, one, Ahead{false});
