@@ -31,10 +31,12 @@ TEST_P(Kernels, Backward) { compare(testing::check_backward); }
 
 INSTANTIATE_TEST_SUITE_P(ByCell, Kernels, ::testing::ValuesIn(testing::cases_by_cell()));
 INSTANTIATE_TEST_SUITE_P(ByColumn, Kernels, ::testing::ValuesIn(testing::cases_by_column()));
+/// So wide that rows are taken two at a time, with one left over.
+INSTANTIATE_TEST_SUITE_P(ByWideColumn, Kernels, ::testing::Values(Case{{1, 7, 4099}, 1}));
 
 /// Inputs of more than loops::kNearBytes, where data is asked for ahead, and of more than
-/// kCachedBytes, where results of whole lines are written past the caches; with rows and values
-/// left over from those taken together.
+/// kCachedBytes, where results of whole lines are written past the caches; with runs that are long
+/// and short, and rows and values left over from those taken together.
 class FarKernels : public Kernels {
  protected:
   void compare(void (*check)(const KernelSet& set, const Data& data)) {
@@ -56,7 +58,9 @@ INSTANTIATE_TEST_SUITE_P(Layouts, FarKernels,
                                            Case{{1, 531, 2051}, 3}, Case{{6273, 256, 1}},
                                            Case{{2, 260, 3128}}, Case{{1, 783, 2056}, 3},
                                            Case{{2, 260, 3127}}, Case{{12545, 256, 1}},
-                                           Case{{2, 260, 6256}}));
+                                           Case{{2, 260, 6256}}, Case{{8, 1031, 199}},
+                                           Case{{16, 1027, 208}}, Case{{1, 401, 4099}, 1},
+                                           Case{{1, 783, 4112}, 1}));
 
 /// Every bit pattern of the half types survives widening and narrowing, and floats round as ATen
 /// rounds them.

@@ -197,7 +197,7 @@ INLINE void backward_apply_vectors(const T* x, const T* dy, const T* output, int
                                    int64_t n, const K& k, T* dx, T* dresidual, Ahead ahead, Input,
                                    Residual) {
   using A = compute_t<T>;
-  for_rows(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
+  for_rows<kRowsTogether>(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
     for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
       const auto center = k.center.at(i, extent), rstd = k.rstd.at(i, extent),
                  a = k.a.at(i, extent), b = k.b.at(i, extent), c = k.c.at(i, extent);
@@ -255,26 +255,41 @@ void backward_apply_rows(const T* x, const T* dy, const T* output, int64_t rows,
 }
 
 template <typename T>
-void backward_apply_columns(const T* x, const T* dy, int64_t n,
-                            const Coefficients<compute_t<T>>& coefficients,
-                            const compute_t<T>* weight, const T* extra, T* dx, Reach reach) {
+void backward_apply_columns(const T* x, const T* dy, int64_t rows, int64_t n,
+                            const Coefficients<compute_t<T>>* k, const compute_t<T>* weight,
+                            const T* extra, T* dx, Reach reach) {
   using A = compute_t<T>;
-  const Ahead ahead = ahead_of(reach);
-  const auto k = same(coefficients);
   const auto map = [&](auto weighted, auto added) {
-    for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
-      ahead.read(x + i);
-      ahead.read(dy + i);
-      auto g = load(dy + i, extent);
-      if constexpr (decltype(weighted)::value) g *= load(weight + i, extent);
-      const auto scaled = (load(x + i, extent) - k.center.vector) * k.rstd.vector;
-      auto result = k.a.vector * g + k.b.vector * scaled + k.c.vector;
-      if constexpr (decltype(added)::value) {
-        ahead.read(extra + i);
-        result += load(extra + i, extent);
-      }
-      put(result, dx + i, extent, ahead);
-    });
+    for_weighted_rows<A>(
+        rows, n, ahead_of(reach), [&](int64_t row, auto together, Ahead ahead) INLINED {
+          constexpr int kTogether = decltype(together)::value;
+          Vec<A> center[kTogether], rstd[kTogether], a[kTogether], b[kTogether], c[kTogether];
+          for (int r = 0; r < kTogether; ++r) {
+            center[r] = Vec<A>(k[row + r].center);
+            rstd[r] = Vec<A>(k[row + r].rstd);
+            a[r] = Vec<A>(k[row + r].a);
+            b[r] = Vec<A>(k[row + r].b);
+            c[r] = Vec<A>(k[row + r].c);
+          }
+          for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+            Vec<A> w;
+            if constexpr (decltype(weighted)::value) w = load(weight + i, extent);
+            for (int r = 0; r < kTogether; ++r) {
+              const int64_t at = (row + r) * n + i;
+              ahead.read(x + at);
+              ahead.read(dy + at);
+              auto g = load(dy + at, extent);
+              if constexpr (decltype(weighted)::value) g *= w;
+              const auto scaled = (load(x + at, extent) - center[r]) * rstd[r];
+              auto result = a[r] * g + b[r] * scaled + c[r];
+              if constexpr (decltype(added)::value) {
+                ahead.read(extra + at);
+                result += load(extra + at, extent);
+              }
+              put(result, dx + at, extent, ahead);
+            }
+          });
+        });
   };
   with_flags(weight != nullptr, extra != nullptr, map);
 }

@@ -115,11 +115,12 @@ void apply_norm(const Norm& norm, const at::Tensor& y) {
   const auto reach = passes::reach_of<T>(in);
   if (norm.layout.by_column) {
     const Values<A> weight(norm.weight), bias(norm.bias);
-    passes::for_cells(in, [&](int64_t at, int64_t cell) {
-      const int64_t column = cell % norm.layout.affine_rows * in.inner;
-      loops.apply_columns(x + at, in.inner, k[cell], passes::advance(weight.data(), column),
-                          passes::advance(bias.data(), column), to + at, reach);
-    });
+    passes::for_weighted_rows(
+        norm.layout, k, [&](int64_t at, int64_t rows, const auto* of_rows, int64_t column) {
+          loops.apply_columns(x + at, rows, in.inner, of_rows,
+                              passes::advance(weight.data(), column),
+                              passes::advance(bias.data(), column), to + at, reach);
+        });
   } else if (side_by_side(norm)) {
     passes::for_rows(in, [&](int64_t at, int64_t rows) {
       loops.apply_rows(x + at, passes::advance(residual, at), rows, in.cells, k.arrays(), norm.relu,
@@ -150,12 +151,12 @@ void apply_backward(const Norm& norm, const at::Tensor& dy, const at::Tensor& su
   const auto reach = passes::reach_of<T>(in);
   if (norm.layout.by_column) {
     const Values<A> weight(norm.weight);
-    passes::for_cells(in, [&](int64_t at, int64_t cell) {
-      const int64_t column = cell % norm.layout.affine_rows * in.inner;
-      loops.backward_apply_columns(x + at, g + at, in.inner, k[cell],
-                                   passes::advance(weight.data(), column),
-                                   passes::advance(extra, at), dx + at, reach);
-    });
+    passes::for_weighted_rows(
+        norm.layout, k, [&](int64_t at, int64_t rows, const auto* of_rows, int64_t column) {
+          loops.backward_apply_columns(x + at, g + at, rows, in.inner, of_rows,
+                                       passes::advance(weight.data(), column),
+                                       passes::advance(extra, at), dx + at, reach);
+        });
   } else if (side_by_side(norm)) {
     passes::for_rows(in, [&](int64_t at, int64_t rows) {
       loops.backward_apply_rows(x + at, g + at, passes::advance(out, at), rows, in.cells,

@@ -17,7 +17,7 @@ template <typename T, typename K, typename Add, typename Rectify>
 INLINE void apply_vectors(const T* x, const T* residual, int64_t rows, int64_t n, const K& k, T* y,
                           Ahead ahead, Add, Rectify) {
   using A = compute_t<T>;
-  for_rows(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
+  for_rows<kRowsTogether>(rows, ahead, [&](int64_t row, auto together, Ahead ahead) INLINED {
     for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
       const auto center = k.center.at(i, extent), scale = k.scale.at(i, extent),
                  offset = k.offset.at(i, extent);
@@ -76,19 +76,33 @@ void apply_rows(const T* x, const T* residual, int64_t rows, int64_t slots,
 }
 
 template <typename T>
-void apply_columns(const T* x, int64_t n, const Coefficients<compute_t<T>>& coefficients,
+void apply_columns(const T* x, int64_t rows, int64_t n, const Coefficients<compute_t<T>>* k,
                    const compute_t<T>* weight, const compute_t<T>* bias, T* y, Reach reach) {
   using A = compute_t<T>;
-  const Ahead ahead = ahead_of(reach);
-  const auto k = same(coefficients);
   const auto map = [&](auto weighted, auto biased) {
-    for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
-      ahead.read(x + i);
-      auto v = affine(load(x + i, extent), k.center.vector, k.rstd.vector, k.shift.vector);
-      if constexpr (decltype(weighted)::value) v *= load(weight + i, extent);
-      if constexpr (decltype(biased)::value) v += load(bias + i, extent);
-      put(v, y + i, extent, ahead);
-    });
+    for_weighted_rows<A>(rows, n, ahead_of(reach),
+                         [&](int64_t row, auto together, Ahead ahead) INLINED {
+                           constexpr int kTogether = decltype(together)::value;
+                           Vec<A> center[kTogether], rstd[kTogether], shift[kTogether];
+                           for (int r = 0; r < kTogether; ++r) {
+                             center[r] = Vec<A>(k[row + r].center);
+                             rstd[r] = Vec<A>(k[row + r].rstd);
+                             shift[r] = Vec<A>(k[row + r].shift);
+                           }
+                           for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+                             Vec<A> w, b;
+                             if constexpr (decltype(weighted)::value) w = load(weight + i, extent);
+                             if constexpr (decltype(biased)::value) b = load(bias + i, extent);
+                             for (int r = 0; r < kTogether; ++r) {
+                               const int64_t at = (row + r) * n + i;
+                               ahead.read(x + at);
+                               auto v = affine(load(x + at, extent), center[r], rstd[r], shift[r]);
+                               if constexpr (decltype(weighted)::value) v *= w;
+                               if constexpr (decltype(biased)::value) v += b;
+                               put(v, y + at, extent, ahead);
+                             }
+                           });
+                         });
   };
   with_flags(weight != nullptr, bias != nullptr, map);
 }

@@ -105,9 +105,10 @@ struct Loops {
                 bool relu, T* y, Reach reach);
   void (*apply_rows)(const T* x, const T* residual, int64_t rows, int64_t slots,
                      const Coefficients<const A*>& k, bool relu, T* y, Reach reach);
-  /// y = xhat*weight + bias by column; bias, or both, may be null.
-  void (*apply_columns)(const T* x, int64_t n, const Coefficients<A>& k, const A* weight,
-                        const A* bias, T* y, Reach reach);
+  /// y = xhat*weight + bias by column, of consecutive rows of n; bias, or both, may be null. k: one
+  /// for each row.
+  void (*apply_columns)(const T* x, int64_t rows, int64_t n, const Coefficients<A>* k,
+                        const A* weight, const A* bias, T* y, Reach reach);
 
   /// sum(g), sum(g*xhat) of every run, to first, second [count], g the gradient that passes `gate`;
   /// `output` for Gate::output.
@@ -133,9 +134,11 @@ struct Loops {
   void (*backward_apply_rows)(const T* x, const T* dy, const T* output, int64_t rows, int64_t slots,
                               const Coefficients<const A*>& k, Gate gate, T* dx, T* dresidual,
                               Reach reach);
-  /// dx = a*dy*weight + b*((x - center)*rstd) + c + extra; weight and extra may be null.
-  void (*backward_apply_columns)(const T* x, const T* dy, int64_t n, const Coefficients<A>& k,
-                                 const A* weight, const T* extra, T* dx, Reach reach);
+  /// dx = a*dy*weight + b*((x - center)*rstd) + c + extra, of consecutive rows of n; weight and
+  /// extra may be null. k: one for each row.
+  void (*backward_apply_columns)(const T* x, const T* dy, int64_t rows, int64_t n,
+                                 const Coefficients<A>* k, const A* weight, const T* extra, T* dx,
+                                 Reach reach);
 
   /// to = from, or to += from where `add`.
   void (*widen)(const A* from, int64_t n, double* to, bool add);

@@ -235,11 +235,20 @@ void for_runs(const CellLayout& layout, Body&& body) {
                    });
 }
 
-/// Calls body(offset, cell) for every run of cells that come once.
-template <typename Body>
-void for_cells(const CellLayout& layout, Body&& body) {
-  at::parallel_for(0, layout.cells, grain_of_runs(layout.inner), [&](int64_t begin, int64_t end) {
-    for (int64_t cell = begin; cell < end; ++cell) body(cell * layout.inner, cell);
+/// Calls body(offset, rows, k, column) for runs of cells that come once, rows of a norm by column:
+/// for as many together as share a row of the weight, with a coefficient of `of` each; `column` is
+/// where their weights begin.
+template <typename A, typename Body>
+void for_weighted_rows(const NormLayout& layout, const CellCoefficients<A>& of, Body&& body) {
+  const int64_t inner = layout.cells.inner;
+  const int64_t most = layout.affine_rows == 1 ? loops::kChunkRows : 1;
+  at::parallel_for(0, layout.cells.cells, grain_of_runs(inner), [&](int64_t begin, int64_t end) {
+    loops::Coefficients<A> k[loops::kChunkRows];
+    for (int64_t cell = begin; cell < end; cell += most) {
+      const int64_t rows = std::min(most, end - cell);
+      for (int64_t r = 0; r < rows; ++r) k[r] = of[cell + r];
+      body(cell * inner, rows, k, cell % layout.affine_rows * inner);
+    }
     publish();
   });
 }

@@ -224,22 +224,30 @@ INLINE void each_run(const Runs& runs, Body&& body) {
 /// Rows whose elements are taken together.
 constexpr int kRowsTogether = 4;
 
-/// Calls body(row, how many, ahead) for every row of [0, rows): for several together, so that what
+/// Calls body(row, how many, ahead) for every row of [0, rows): for `most` together, so that what
 /// belongs to columns is loaded once for all of them, but for one of far rows at a time, since
-/// memory serves one stream better.
-template <typename Body>
+/// memory serves one stream better. What of `ahead` is known here reaches the body as constants.
+template <int most, typename Body>
 INLINE void for_rows(int64_t rows, Ahead ahead, Body&& body) {
   constexpr std::integral_constant<int, 1> one;
-  constexpr std::integral_constant<int, kRowsTogether> several;
+  constexpr std::integral_constant<int, most> several;
   int64_t row = 0;
   if (ahead.far) {
     for (; row < rows; ++row) body(row, one, Ahead{true, ahead.past});
   } else if (ahead.past) {
     for (; row < rows; ++row) body(row, one, Ahead{false, true});
   } else {
-    for (; row + several <= rows; row += several) body(row, several, Ahead{false});
+    for (; row + most <= rows; row += most) body(row, several, Ahead{false});
     for (; row < rows; ++row) body(row, one, Ahead{false});
   }
+}
+
+/// The same for rows of n with a weight for each column: two together where row, result and weight
+/// do not fit into the first cache at once, one where they do.
+template <typename A, typename Body>
+INLINE void for_weighted_rows(int64_t rows, int64_t n, Ahead ahead, Body&& body) {
+  constexpr int64_t kWide = 16 * 1024;
+  n* int64_t{sizeof(A)} < kWide ? for_rows<1>(rows, ahead, body) : for_rows<2>(rows, ahead, body);
 }
 
 /// A factor or term of every element: one value for all, or one for each.
