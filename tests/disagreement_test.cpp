@@ -163,6 +163,22 @@ TEST_F(DisagreementTest, AnotherNumberOfRowsInALinearLayer) {
   }
 }
 
+/// A tag is 16 bits, so that one change in 65536 goes unseen; not a place in the text where all do.
+TEST(Signature, TagDependsOnEveryCharacter) {
+  for (size_t length = 1; length <= 40; ++length) {
+    const std::string text(length, 'a');
+    for (size_t at = 0; at < length; ++at) {
+      int same = 0;
+      for (char other = 'b'; other <= 'z'; ++other) {
+        auto changed = text;
+        changed[at] = other;
+        same += Signature().append(changed).tag() == Signature().append(text).tag() ? 1 : 0;
+      }
+      EXPECT_LE(same, 1) << "character " << at << " of " << length;
+    }
+  }
+}
+
 TEST(Signature, NamesEveryDifferingField) {
   const auto text = describe_differences({"a=1;b=x;", "a=1;b=y;", "a=2;b=x;c=3;"});
   EXPECT_EQ(text,

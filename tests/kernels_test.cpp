@@ -34,9 +34,9 @@ INSTANTIATE_TEST_SUITE_P(ByColumn, Kernels, ::testing::ValuesIn(testing::cases_b
 /// So wide that rows are taken two at a time, with one left over.
 INSTANTIATE_TEST_SUITE_P(ByWideColumn, Kernels, ::testing::Values(Case{{1, 7, 4099}, 1}));
 
-/// Inputs of more than loops::kNearBytes, where data is asked for ahead, and of more than
-/// kCachedBytes, where results of whole lines are written past the caches; with runs that are long
-/// and short, and rows and values left over from those taken together.
+/// Inputs of more than loops::kNearBytes, where data is asked for ahead or foreseen, and of more
+/// than kCachedBytes, where results of whole lines are written past the caches; with runs that are
+/// long and short, and rows and values left over from those taken together.
 class FarKernels : public Kernels {
  protected:
   void compare(void (*check)(const KernelSet& set, const Data& data)) {

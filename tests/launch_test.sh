@@ -7,7 +7,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/fakes"
 export PATH=$work/fakes:$PATH SYNCNORM_CONTAINER=yes
-unset OMP_NUM_THREADS CUDA_VISIBLE_DEVICES
+unset OMP_NUM_THREADS CUDA_VISIBLE_DEVICES LD_PRELOAD MALLOC_CONF SYNCNORM_MALLOC GLIBC_TUNABLES
 failures=0
 
 # fake NAME TEXT: a command that prints TEXT.
@@ -102,18 +102,24 @@ expect 1 'nvidia-smi shows no GPU' dry -n 1 --gpus ls
 # --- real jobs: the status is the program's, the memory settings are the user's where there are any
 rm "$work/fakes"/*
 expect 7 'exit\\ 7' "$root/launch/run" --root -n 2 bash -c 'exit 7'
-unset LD_PRELOAD MALLOC_CONF SYNCNORM_MALLOC GLIBC_TUNABLES
 environment() { env "$@" "$root/launch/run" --root -n 1 env; }
 expect 0 '^LD_PRELOAD=libjemalloc.so.2$' environment
 expect 0 '^MALLOC_CONF=thp:always,' environment
+expect 0 '^LD_PRELOAD=libjemalloc.so.2$' environment MALLOC_CONF=no-such-setting:1
 expect 0 '^MALLOC_CONF=narenas:1$' environment MALLOC_CONF=narenas:1
 expect 0 '^LD_PRELOAD=libpng16.so.16$' environment LD_PRELOAD=libpng16.so.16
 expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=1$' environment LD_PRELOAD=libpng16.so.16
 expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=1$' environment SYNCNORM_MALLOC=glibc
 expect 0 '^GLIBC_TUNABLES=glibc.malloc.check=0:glibc.malloc.hugetlb=1$' \
   environment SYNCNORM_MALLOC=glibc GLIBC_TUNABLES=glibc.malloc.check=0
-expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=0$' environment SYNCNORM_MALLOC=glibc GLIBC_TUNABLES=glibc.malloc.hugetlb=0
+expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=0$' \
+  environment SYNCNORM_MALLOC=glibc GLIBC_TUNABLES=glibc.malloc.hugetlb=0
 expect 1 'SYNCNORM_MALLOC=dlmalloc: jemalloc or glibc' environment SYNCNORM_MALLOC=dlmalloc
+fake true 'true from a loader that has no such library'
+expect 0 '^GLIBC_TUNABLES=glibc.malloc.hugetlb=1$' environment
+expect 0 'no libjemalloc.so.2 here' environment
+expect 1 'SYNCNORM_MALLOC=jemalloc: no libjemalloc.so.2 here' environment SYNCNORM_MALLOC=jemalloc
+rm "$work/fakes/true"
 expect 1 'LD_PRELOAD is set already' environment SYNCNORM_MALLOC=jemalloc LD_PRELOAD=libpng16.so.16
 
 # --- setup

@@ -183,7 +183,7 @@ Moments queue_local(MomentsRequest& request, const StatisticsBuffer& buffer, int
                       static_cast<double>(layout.total_values.value_or(0)),
                       false};
   moments.ranks_wanting_gradient = request.grad_mode ? comm.size() : 0;
-  moments.statistics = at::empty({kernels::kStatisticsRows, layout.slots}, header.options());
+  moments.statistics = empty_doubles({kernels::kStatisticsRows, layout.slots}, header.device());
   return moments;
 }
 

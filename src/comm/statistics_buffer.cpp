@@ -29,11 +29,12 @@ at::Tensor on_host(const at::Tensor& buffer, int64_t count) {
 
 Signature signature_of(const char* operation, const Communicator& comm,
                        const std::string& details) {
-  return Signature()
-      .add("operation", operation)
+  Signature signature;
+  signature.add("operation", operation)
       .add("module", ModuleScope::current())
       .add("sequence", comm.sequence())
       .append(details);
+  return signature;
 }
 
 }  // namespace

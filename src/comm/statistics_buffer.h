@@ -31,7 +31,7 @@ class StatisticsBuffer {
 
   /// exchange() in parts, for tags that the device writes and compares: begin() gives this rank's
   /// tag, front() the buffer's first words, of which the tags are to hold tag and tag^2, and
-  /// travel() sums everything. describe() names the exchange in messages.
+  /// travel(), once, sums everything. describe() names the exchange in messages.
   double begin(std::string details);
   at::Tensor front(int64_t words) const;
   void travel();

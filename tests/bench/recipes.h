@@ -33,15 +33,14 @@ struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
 
 /// A streaming loop as a node of autograd's graph over contiguous tensors: what a norm that
 /// computes as that loop does costs at least in LibTorch, with output, gradients and graph made in
-/// every step.
+/// every step. The loop outlives the graph and serves one at a time, since it keeps what its
+/// backward needs.
 template <typename Loop>
 struct InGraph : torch::autograd::Function<InGraph<Loop>> {
   static torch::Tensor forward(torch::autograd::AutogradContext* ctx, const torch::Tensor& x,
-                               const torch::Tensor& weight, const torch::Tensor& bias,
-                               const std::shared_ptr<Loop>& loop) {
+                               const torch::Tensor& weight, const torch::Tensor& bias, Loop* loop) {
     ctx->save_for_backward({x, weight, bias});
-    ctx->saved_data["loop"] =
-        reinterpret_cast<int64_t>(loop.get());  // its owner outlives the graph
+    ctx->saved_data["loop"] = reinterpret_cast<int64_t>(loop);
     auto y = torch::empty_like(x);
     loop->forward(x.const_data_ptr<float>(), y.template data_ptr<float>());
     return y;

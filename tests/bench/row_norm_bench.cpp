@@ -152,7 +152,7 @@ void add_float_calls(bench::Calls& calls, const std::shared_ptr<Rows>& r,
   const auto bias = r->bias.defined() ? r->bias : torch::empty({0});
   const auto in_graph = [=] {
     return bench::Tensors{
-        bench::InGraph<bench::StreamingRowNorm>::apply(r->x, r->weight, bias, loop)};
+        bench::InGraph<bench::StreamingRowNorm>::apply(r->x, r->weight, bias, loop.get())};
   };
   bench::compare(r->results(in_graph()), expected, 1e-3, "streaming loop in a graph");
   calls["in_graph"] = [=] { r->step(in_graph()); };

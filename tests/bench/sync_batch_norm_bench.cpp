@@ -104,7 +104,7 @@ void add_float_calls(bench::Calls& calls, const std::shared_ptr<Batch>& b,
   contiguous->output_gradients = {b->dy.contiguous()};
   const auto in_graph = [=] {
     return bench::Tensors{
-        bench::InGraph<bench::StreamingBatchNorm>::apply(x, b->weight, b->bias, loop)};
+        bench::InGraph<bench::StreamingBatchNorm>::apply(x, b->weight, b->bias, loop.get())};
   };
   bench::compare(contiguous->results(in_graph()), expected, 1e-3, "streaming loop in a graph");
   calls["in_graph"] = [=] { contiguous->step(in_graph()); };

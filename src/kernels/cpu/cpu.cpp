@@ -115,7 +115,7 @@ void apply_norm(const Norm& norm, const at::Tensor& y) {
   const auto reach = passes::reach_of<T>(in);
   if (norm.layout.by_column) {
     const Values<A> weight(norm.weight), bias(norm.bias);
-    passes::for_weighted_rows(
+    passes::for_rows_by_column(
         norm.layout, k, [&](int64_t at, int64_t rows, const auto* of_rows, int64_t column) {
           loops.apply_columns(x + at, rows, in.inner, of_rows,
                               passes::advance(weight.data(), column),
@@ -151,7 +151,7 @@ void apply_backward(const Norm& norm, const at::Tensor& dy, const at::Tensor& su
   const auto reach = passes::reach_of<T>(in);
   if (norm.layout.by_column) {
     const Values<A> weight(norm.weight);
-    passes::for_weighted_rows(
+    passes::for_rows_by_column(
         norm.layout, k, [&](int64_t at, int64_t rows, const auto* of_rows, int64_t column) {
           loops.backward_apply_columns(x + at, g + at, rows, in.inner, of_rows,
                                        passes::advance(weight.data(), column),

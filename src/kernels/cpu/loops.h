@@ -77,7 +77,7 @@ constexpr int64_t kChunkRows = 64;
 /// Where a norm's input, output and gradients lie, by the bytes of one of them.
 enum class Reach : uint8_t {
   near,  ///< up to kNearBytes: in the near caches
-  far,   ///< more: asked for ahead
+  far,   ///< more: asked for ahead, but for long runs, which a processor foresees
   past,  ///< more than kCachedBytes, float or double in whole lines: likewise, and results go past
          ///< the caches, which would read every line before and lose it before anyone reads it
 };

@@ -235,11 +235,11 @@ void for_runs(const CellLayout& layout, Body&& body) {
                    });
 }
 
-/// Calls body(offset, rows, k, column) for runs of cells that come once, rows of a norm by column:
-/// for as many together as share a row of the weight, with a coefficient of `of` each; `column` is
-/// where their weights begin.
+/// For norms by column, whose cells are rows: calls body(offset, rows, k, column) for several rows
+/// with one row of the weight, which begins at `column`; k[r] are the coefficients of each, from
+/// `of`. Several where all rows share it, else one at a time.
 template <typename A, typename Body>
-void for_weighted_rows(const NormLayout& layout, const CellCoefficients<A>& of, Body&& body) {
+void for_rows_by_column(const NormLayout& layout, const CellCoefficients<A>& of, Body&& body) {
   const int64_t inner = layout.cells.inner;
   const int64_t most = layout.affine_rows == 1 ? loops::kChunkRows : 1;
   at::parallel_for(0, layout.cells.cells, grain_of_runs(inner), [&](int64_t begin, int64_t end) {

@@ -2,7 +2,6 @@
 
 #include <cmath>
 
-#include "comm/doubles.h"
 #include "kernels/cpu/coefficients.h"
 #include "kernels/cpu/passes.h"
 
@@ -27,7 +26,7 @@ void blend(const at::Tensor& running, const double* latest, double factor, doubl
 
 at::Tensor finite_center(const at::Tensor& running_mean) {
   const auto dense = running_mean.contiguous();
-  auto center = empty_doubles(dense.sizes());
+  auto center = at::empty(dense.sizes(), at::kDouble);
   auto* to = center.data_ptr<double>();
   const int64_t n = dense.numel();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dense.scalar_type(), "finite_center",
