@@ -105,13 +105,11 @@ INLINE void add_columns(const T* x, const T* dy, int64_t stride, int64_t n,
                         compute_t<T>* dweight, compute_t<T>* dbias, bool first_rows, Sums* sums,
                         Ahead ahead) {
   using A = compute_t<T>;
-  Vec<A> first[Together], second[Together], center[Together], rstd[Together], shift[Together];
-  for (int r = 0; r < Together; ++r) {
-    first[r] = second[r] = Vec<A>(A(0));
-    center[r] = Vec<A>(coefficients[r].center);
-    rstd[r] = Vec<A>(coefficients[r].rstd);
-    shift[r] = Vec<A>(coefficients[r].shift);
-  }
+  using K = Coefficients<A>;
+  const OfRows<Together, A> center(coefficients, &K::center), rstd(coefficients, &K::rstd),
+      shift(coefficients, &K::shift);
+  Vec<A> first[Together], second[Together];
+  for (int r = 0; r < Together; ++r) first[r] = second[r] = Vec<A>(A(0));
   for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
     Vec<A> w(A(1)), dw(A(0)), db(A(0));
     if constexpr (weighted) w = load(weight + i, extent);
@@ -259,37 +257,32 @@ void backward_apply_columns(const T* x, const T* dy, int64_t rows, int64_t n,
                             const Coefficients<compute_t<T>>* k, const compute_t<T>* weight,
                             const T* extra, T* dx, Reach reach) {
   using A = compute_t<T>;
+  using K = Coefficients<A>;
+  const auto all = ahead_of(reach);
   const auto map = [&](auto weighted, auto added) {
-    for_weighted_rows<A>(
-        rows, n, ahead_of(reach), [&](int64_t row, auto together, Ahead ahead) INLINED {
-          constexpr int kTogether = decltype(together)::value;
-          Vec<A> center[kTogether], rstd[kTogether], a[kTogether], b[kTogether], c[kTogether];
-          for (int r = 0; r < kTogether; ++r) {
-            center[r] = Vec<A>(k[row + r].center);
-            rstd[r] = Vec<A>(k[row + r].rstd);
-            a[r] = Vec<A>(k[row + r].a);
-            b[r] = Vec<A>(k[row + r].b);
-            c[r] = Vec<A>(k[row + r].c);
+    for_weighted_rows<A>(rows, n, all, [&](int64_t row, auto together, Ahead ahead) INLINED {
+      constexpr int kTogether = decltype(together)::value;
+      const OfRows<kTogether, A> center(k + row, &K::center), rstd(k + row, &K::rstd),
+          a(k + row, &K::a), b(k + row, &K::b), c(k + row, &K::c);
+      for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+        Vec<A> w;
+        if constexpr (decltype(weighted)::value) w = load(weight + i, extent);
+        for (int r = 0; r < kTogether; ++r) {
+          const int64_t at = (row + r) * n + i;
+          ahead.read(x + at);
+          ahead.read(dy + at);
+          auto g = load(dy + at, extent);
+          if constexpr (decltype(weighted)::value) g *= w;
+          const auto scaled = (load(x + at, extent) - center[r]) * rstd[r];
+          auto result = a[r] * g + b[r] * scaled + c[r];
+          if constexpr (decltype(added)::value) {
+            ahead.read(extra + at);
+            result += load(extra + at, extent);
           }
-          for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
-            Vec<A> w;
-            if constexpr (decltype(weighted)::value) w = load(weight + i, extent);
-            for (int r = 0; r < kTogether; ++r) {
-              const int64_t at = (row + r) * n + i;
-              ahead.read(x + at);
-              ahead.read(dy + at);
-              auto g = load(dy + at, extent);
-              if constexpr (decltype(weighted)::value) g *= w;
-              const auto scaled = (load(x + at, extent) - center[r]) * rstd[r];
-              auto result = a[r] * g + b[r] * scaled + c[r];
-              if constexpr (decltype(added)::value) {
-                ahead.read(extra + at);
-                result += load(extra + at, extent);
-              }
-              put(result, dx + at, extent, ahead);
-            }
-          });
-        });
+          put(result, dx + at, extent, ahead);
+        }
+      });
+    });
   };
   with_flags(weight != nullptr, extra != nullptr, map);
 }

@@ -45,12 +45,6 @@ INLINE Coefficients<Same<A>> same(const Coefficients<const A*>& k, int64_t cell)
 }
 
 template <typename A>
-Coefficients<Same<A>> same(const Coefficients<A>& k) {
-  return {Same<A>(k.center), Same<A>(k.rstd), Same<A>(k.shift), Same<A>(k.scale),
-          Same<A>(k.offset), Same<A>(k.a),    Same<A>(k.b),     Same<A>(k.c)};
-}
-
-template <typename A>
 Coefficients<Each<A>> each(const Coefficients<const A*>& k) {
   return {{k.center}, {k.rstd}, {k.shift}, {k.scale}, {k.offset}, {k.a}, {k.b}, {k.c}};
 }
@@ -79,30 +73,27 @@ template <typename T>
 void apply_columns(const T* x, int64_t rows, int64_t n, const Coefficients<compute_t<T>>* k,
                    const compute_t<T>* weight, const compute_t<T>* bias, T* y, Reach reach) {
   using A = compute_t<T>;
+  using K = Coefficients<A>;
+  const auto all = ahead_of(reach);
   const auto map = [&](auto weighted, auto biased) {
-    for_weighted_rows<A>(rows, n, ahead_of(reach),
-                         [&](int64_t row, auto together, Ahead ahead) INLINED {
-                           constexpr int kTogether = decltype(together)::value;
-                           Vec<A> center[kTogether], rstd[kTogether], shift[kTogether];
-                           for (int r = 0; r < kTogether; ++r) {
-                             center[r] = Vec<A>(k[row + r].center);
-                             rstd[r] = Vec<A>(k[row + r].rstd);
-                             shift[r] = Vec<A>(k[row + r].shift);
-                           }
-                           for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
-                             Vec<A> w, b;
-                             if constexpr (decltype(weighted)::value) w = load(weight + i, extent);
-                             if constexpr (decltype(biased)::value) b = load(bias + i, extent);
-                             for (int r = 0; r < kTogether; ++r) {
-                               const int64_t at = (row + r) * n + i;
-                               ahead.read(x + at);
-                               auto v = affine(load(x + at, extent), center[r], rstd[r], shift[r]);
-                               if constexpr (decltype(weighted)::value) v *= w;
-                               if constexpr (decltype(biased)::value) v += b;
-                               put(v, y + at, extent, ahead);
-                             }
-                           });
-                         });
+    for_weighted_rows<A>(rows, n, all, [&](int64_t row, auto together, Ahead ahead) INLINED {
+      constexpr int kTogether = decltype(together)::value;
+      const OfRows<kTogether, A> center(k + row, &K::center), rstd(k + row, &K::rstd),
+          shift(k + row, &K::shift);
+      for_vectors<A>(n, [&](int64_t i, auto extent) INLINED {
+        Vec<A> w, b;
+        if constexpr (decltype(weighted)::value) w = load(weight + i, extent);
+        if constexpr (decltype(biased)::value) b = load(bias + i, extent);
+        for (int r = 0; r < kTogether; ++r) {
+          const int64_t at = (row + r) * n + i;
+          ahead.read(x + at);
+          auto v = affine(load(x + at, extent), center[r], rstd[r], shift[r]);
+          if constexpr (decltype(weighted)::value) v *= w;
+          if constexpr (decltype(biased)::value) v += b;
+          put(v, y + at, extent, ahead);
+        }
+      });
+    });
   };
   with_flags(weight != nullptr, bias != nullptr, map);
 }

@@ -164,8 +164,8 @@ struct Ahead {
 INLINE Ahead ahead_of(Reach reach) { return {reach != Reach::near, reach == Reach::past}; }
 
 /// Runs from this many bytes on a processor foresees by itself: asked for as well, they took a
-/// tenth longer at 6 MB and a quarter at 31 MB. Shorter runs, and rows of which several are summed
-/// at once or whose weights are read beside them, are faster asked for.
+/// tenth longer at 6 MB and a third at 31 MB. Shorter runs, and rows of which several are summed at
+/// once or whose weights are read beside them, are faster asked for.
 constexpr int64_t kLongRun = 2048;
 
 template <typename T>
@@ -254,6 +254,19 @@ INLINE void for_weighted_rows(int64_t rows, int64_t n, Ahead ahead, Body&& body)
     for_rows<2>(rows, ahead, body);
   }
 }
+
+/// One coefficient of rows taken together, each row's in all lanes.
+template <int Together, typename A>
+class OfRows {
+ public:
+  INLINE OfRows(const Coefficients<A>* k, A Coefficients<A>::*coefficient) {
+    for (int r = 0; r < Together; ++r) vectors_[r] = Vec<A>(k[r].*coefficient);
+  }
+  INLINE const Vec<A>& operator[](int r) const { return vectors_[r]; }
+
+ private:
+  Vec<A> vectors_[Together];
+};
 
 /// A factor or term of every element: one value for all, or one for each.
 template <typename A>
